@@ -1,0 +1,137 @@
+"""What a selector is: one policy that picks the reusable rows to recompute."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+import torch
+
+from cacheblend.errors import BlendError
+from cacheblend.plan import BlendPlan
+
+
+class Evidence(StrEnum):
+    """What must be measured before a selector can choose."""
+
+    NOTHING = "nothing"
+    DEVIATION = "deviation"
+    ATTENTION = "attention"
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The reusable rows a selector may choose from.
+
+    Attributes:
+        positions: [n] int64, ascending positions in the prompt.
+        offsets: [n] int64, each row's offset in its own chunk.
+        chunk_lengths: [n] int64, the length of each row's chunk.
+        total: reusable rows of the whole plan; ratios are shares of this number.
+        scores: [n] float32, the evidence asked for (higher: recompute first), or None.
+    """
+
+    positions: torch.Tensor
+    offsets: torch.Tensor
+    chunk_lengths: torch.Tensor
+    total: int
+    scores: torch.Tensor | None = None
+
+    @classmethod
+    def of_plan(cls, plan: BlendPlan) -> Candidates:
+        """Every reusable row of `plan`, without scores."""
+        spans = plan.reused
+        empty = torch.empty(0, dtype=torch.int64)
+        return cls(
+            positions=torch.cat([empty, *(torch.arange(s.start, s.end) for s in spans)]),
+            offsets=torch.cat([empty, *(torch.arange(s.length) for s in spans)]),
+            chunk_lengths=torch.cat([empty, *(torch.full((s.length,), s.length) for s in spans)]),
+            total=plan.reused_tokens,
+        )
+
+    def take(self, index: torch.Tensor) -> Candidates:
+        """The candidates at `index` ([m] int64, or [n] bool)."""
+        scores = None if self.scores is None else self.scores[index]
+        return Candidates(self.positions[index], self.offsets[index], self.chunk_lengths[index], self.total, scores)
+
+    def scored(self, scores: torch.Tensor) -> Candidates:
+        """The same rows with `scores` ([n] float32)."""
+        return Candidates(self.positions, self.offsets, self.chunk_lengths, self.total, scores)
+
+    def budget(self, share: float) -> int:
+        """Rows that `share` of the plan's reusable rows is, rounded to the nearest."""
+        return min(len(self.positions), round(share * self.total))
+
+
+class Selector(ABC):
+    """Picks the reusable rows to recompute.
+
+    A subclass is a small frozen dataclass of its parameters. It sees rows and scores, never a model: the
+    runner measures the evidence the class names, on whatever device, and hands it over.
+    """
+
+    name: ClassVar[str]
+    evidence: ClassVar[Evidence]
+
+    @abstractmethod
+    def choose(self, candidates: Candidates, share: float) -> torch.Tensor:
+        """Pick rows.
+
+        Args:
+            candidates: the rows to choose from; `scores` are set if `evidence` is not NOTHING.
+            share: the share of the plan's reusable rows to keep, from `shares`.
+
+        Returns:
+            [n] bool over the candidates, True where the row is recomputed.
+        """
+
+    def shares(self, num_layers: int) -> tuple[tuple[int, float], ...]:
+        """Layers from which fewer rows are recomputed, with the share kept from there on, layers ascending.
+
+        `(0, share)` decides once, before the first layer. A later layer means: all candidates up to there.
+        """
+        del num_layers
+        return ((0, self.share),)
+
+    def expected_rows(self, chunk_lengths: Sequence[int]) -> int:
+        """Rows it will choose from reused chunks of these lengths, before any evidence is seen."""
+        return round(self.share * sum(chunk_lengths))
+
+    @property
+    @abstractmethod
+    def share(self) -> float:
+        """Share of reusable rows asked for; 0 where a fixed number of rows is asked for instead."""
+
+    @property
+    @abstractmethod
+    def spec(self) -> str:
+        """The selector and its parameters as one string that names what changes the KV."""
+
+
+def require_ratio(ratio: float) -> None:
+    """Refuse a ratio that is not a number from 0 to 1.
+
+    Raises:
+        BlendError: naming the ratio.
+    """
+    if not 0.0 <= ratio <= 1.0:
+        raise BlendError(f"ratio is {ratio}; use a share from 0 to 1, for example 0.15.")
+
+
+def top_rows(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Mark the `count` highest scores; equal scores go to the earlier row, so a choice never varies.
+
+    Args:
+        scores: [n] float32.
+        count: rows to mark, at most n.
+
+    Returns:
+        [n] bool.
+    """
+    order = torch.sort(scores, descending=True, stable=True).indices
+    chosen = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
+    chosen[order[:count]] = True
+    return chosen
