@@ -1,0 +1,1 @@
+"""How faithful blended answers are and how fast they come: scoring, statistics, provenance and reports."""
