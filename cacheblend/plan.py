@@ -154,6 +154,19 @@ class BlendPlan:
         return BlendPlan(segments)
 
 
+def require_fits(prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
+    """Refuse a prompt that leaves no room for its answer.
+
+    Raises:
+        BlendError: naming the three numbers.
+    """
+    if prompt_tokens + max_tokens > max_model_len:
+        raise BlendError(
+            f"A prompt of {prompt_tokens} tokens and {max_tokens} new ones do not fit the model's context of "
+            f"{max_model_len}; shorten the question, use fewer or smaller documents, or ask for fewer new tokens."
+        )
+
+
 def full_prefill_plan(token_ids: Sequence[int]) -> BlendPlan:
     """A prompt of `token_ids` with nothing reused.
 

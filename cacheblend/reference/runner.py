@@ -14,7 +14,7 @@ from cacheblend.metadata import CacheFuseMetadata
 from cacheblend.models.fingerprint import model_fingerprint
 from cacheblend.models.loading import end_of_sequence_ids, load_model, load_tokenizer
 from cacheblend.models.support import require_supported
-from cacheblend.plan import BlendPlan, full_prefill_plan
+from cacheblend.plan import BlendPlan, full_prefill_plan, require_fits
 from cacheblend.protocols import BlendReport, FinishReason, StepOutput
 from cacheblend.reference import sequence as states
 from cacheblend.reference.blend import BlendedPrefill
@@ -136,11 +136,7 @@ class ReferenceRunner:
         if sampling.stop and not self._stopping.knows_text:
             raise BlendError("Stop strings need a tokenizer, and this model folder has none; use stop_token_ids.")
         sequence = self._sequence(sequence_id, prompt, sampling)
-        if sequence.capacity > self.max_model_len:
-            raise BlendError(
-                f"A prompt of {sequence.plan.length} tokens and {sampling.max_tokens} new ones do not fit the "
-                f"model's context of {self.max_model_len}; shorten the question, use fewer chunks, or ask for less."
-            )
+        require_fits(sequence.plan.length, sampling.max_tokens, self.max_model_len)
         self._sequences[sequence_id] = sequence
         return sequence_id
 

@@ -1,0 +1,285 @@
+"""`BlendEngine`: the one place where runner, scheduler, predictor and prefetcher meet. Imports no torch.
+
+A request waits, loads, runs and finishes. Each step admits what waits, starts transfers, hands requests whose chunks
+are there to the runner, and runs it once. Nothing of the four parts reaches into another one; the engine carries
+their messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cacheblend.errors import BlendError
+from cacheblend.plan import BlendPlan, require_fits
+from cacheblend.protocols import (
+    BlendReport,
+    CandidatesSeen,
+    Eviction,
+    FinishReason,
+    KVCacheScheduler,
+    ModelRunner,
+    QuestionFinished,
+    QuestionQueued,
+    SchedulerStep,
+    SpeculativePredictor,
+    TokensGenerated,
+)
+from cacheblend.request import EngineRequest, EngineStep, RequestOutcome
+from kvstore.errors import UnavailableReason
+from kvstore.events import StoreEvent
+from kvstore.key import ChunkIdentity, ChunkKey
+from kvstore.tiers import Tier
+from kvstore.transfer import AsyncPrefetcher, TransferResult
+
+if TYPE_CHECKING:
+    from kvstore.pins import PinHandle
+    from kvstore.store import ChunkStore
+
+logger = logging.getLogger(__name__)
+
+MAX_PREFILL_ROWS = 8192
+"""Prompt rows handed to the runner in one step; a larger prompt goes alone."""
+
+_SOUND = frozenset({UnavailableReason.HOST_BUDGET, UnavailableReason.CANCELLED})
+"""Reasons a load did not happen although the chunk is sound: it is read through from disk."""
+
+
+@dataclass
+class _Request:
+    request: EngineRequest
+    submitted: float
+    plan: BlendPlan
+    reason: str | None = None
+    loading: set[ChunkKey] = field(default_factory=set)
+    loaded_bytes: Counter[str] = field(default_factory=Counter)
+    pins: PinHandle | None = None
+    started: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        return self.request.request_id
+
+
+class BlendEngine:
+    """Serves requests over the four parts. Not thread-safe: one thread drives it.
+
+    Args:
+        runner: runs the model.
+        store: holds chunk KV; the engine subscribes the scheduler to its events.
+        scheduler: decides.
+        predictor: advises.
+        prefetcher: moves.
+        max_running: requests that load or run at a time; the others wait in order.
+        advice_limit: pieces of advice looked at in a step.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        store: ChunkStore,
+        scheduler: KVCacheScheduler,
+        predictor: SpeculativePredictor,
+        prefetcher: AsyncPrefetcher,
+        max_running: int = 8,
+        advice_limit: int = 16,
+    ) -> None:
+        self._runner = runner
+        self._store = store
+        self._scheduler = scheduler
+        self._predictor = predictor
+        self._prefetcher = prefetcher
+        self._max_running = max_running
+        self._advice_limit = advice_limit
+        self._waiting: dict[str, _Request] = {}
+        self._loading: dict[str, _Request] = {}
+        self._running: dict[str, _Request] = {}
+        self._ended: list[RequestOutcome] = []
+        self._flying: set[ChunkKey] = set()
+        # Store events arrive on the prefetcher's threads; the scheduler belongs to this one.
+        self._events: queue.SimpleQueue[StoreEvent] = queue.SimpleQueue()
+        self._unsubscribe = store.subscribe(self._events.put)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._waiting or self._loading or self._running or self._ended)
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            BlendError: if its id is in use, or prompt and answer do not fit the model's context.
+        """
+        if any(request.request_id in group for group in (self._waiting, self._loading, self._running)):
+            raise BlendError(f"Request id '{request.request_id}' is in use; give each request its own.")
+        require_fits(request.plan.length, request.sampling.max_tokens, self._runner.max_model_len)
+        self._waiting[request.request_id] = _Request(request, time.perf_counter(), request.plan)
+        self._predictor.observe(QuestionQueued(request.request_id, _identities(request.plan)))
+        if request.candidates:
+            self._predictor.observe(CandidatesSeen(request.request_id, request.candidates))
+
+    def abort(self, request_id: str) -> None:
+        """End a request now, whatever it is doing; unknown ones are let be."""
+        for group in (self._waiting, self._loading):
+            if request_id in group:
+                self._finish(group.pop(request_id), FinishReason.ABORT, BlendReport())
+        if request_id in self._running:
+            self._runner.abort(request_id)
+
+    def step(self) -> EngineStep:
+        """Move everything on by one step of the runner."""
+        self._follow_store()
+        self._admit()
+        self._promote()
+        self._take_transfers(self._prefetcher.poll())
+        if self._loading and not self._running:
+            self._wait_for_transfers()
+        self._start_ready()
+        step_id, tokens = self._run()
+        finished, self._ended = tuple(self._ended), []
+        return EngineStep(step_id, tokens, finished)
+
+    def close(self) -> None:
+        """Abort what is left, stop following the store and stop the transfers."""
+        for request_id in [*self._waiting, *self._loading, *self._running]:
+            self.abort(request_id)
+        while self._running:
+            self._run()
+        self._unsubscribe()
+        self._prefetcher.close()
+
+    def _follow_store(self) -> None:
+        while True:
+            try:
+                self._scheduler.on_event(self._events.get_nowait())
+            except queue.Empty:
+                return
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._loading) + len(self._running) < self._max_running:
+            state = self._waiting.pop(next(iter(self._waiting)))
+            admission = self._scheduler.admit(state.id, state.plan, state.request.policy)
+            state.plan, state.reason = admission.plan, admission.reason
+            state.pins = self._store.pin(state.plan.keys)
+            self._evict(admission.evictions)
+            self._start_transfers(admission.loads)
+            # Chunks that another request or advice has started are waited for as well.
+            state.loading = self._flying.intersection(state.plan.keys)
+            self._loading[state.id] = state
+
+    def _promote(self) -> None:
+        """Act on advice: bring what will probably be wanted to the host, within the budget."""
+        advice = self._predictor.advice(self._advice_limit)
+        decision: SchedulerStep = self._scheduler.step(advice)
+        self._evict(decision.evictions)
+        self._start_transfers(decision.promotions)
+
+    def _start_transfers(self, chunks: tuple[ChunkIdentity, ...]) -> None:
+        self._flying.update(chunk.key for chunk in chunks)
+        self._prefetcher.start(chunks)
+
+    def _evict(self, evictions: Iterable[Eviction]) -> None:
+        for eviction in evictions:
+            self._store.evict(eviction.key, Tier.HOST)
+            logger.debug("chunk %s leaves host memory: %s", eviction.key[:12], eviction.reason)
+        self._follow_store()
+
+    def _wait_for_transfers(self) -> None:
+        oldest = next(iter(self._loading.values()))
+        self._prefetcher.wait(tuple(oldest.loading), None)
+        self._take_transfers(self._prefetcher.poll())
+
+    def _take_transfers(self, results: Iterable[TransferResult]) -> None:
+        for result in results:
+            self._flying.discard(result.key)
+            if not result.ok:
+                self._note_failure(result)
+            for state in self._loading.values():
+                if result.key in state.loading:
+                    state.loading.discard(result.key)
+                    self._apply(state, result)
+        self._follow_store()
+
+    def _note_failure(self, result: TransferResult) -> None:
+        if result.reason in _SOUND:
+            self._scheduler.on_not_loaded(result.key)
+        else:
+            self._scheduler.on_unavailable(result.key)
+
+    @staticmethod
+    def _apply(state: _Request, result: TransferResult) -> None:
+        if result.ok and result.tier_from is not None:
+            state.loaded_bytes[result.tier_from.value] += result.nbytes
+        elif result.reason is not None and result.reason not in _SOUND:
+            state.plan = state.plan.with_fresh({result.key: result.reason.value})
+
+    def _start_ready(self) -> None:
+        rows = 0
+        for state in [s for s in self._loading.values() if not s.loading]:
+            if rows and rows + state.plan.length > MAX_PREFILL_ROWS:
+                return
+            rows += state.plan.length
+            state.started = time.perf_counter()
+            self._runner.prefill(state.plan, state.request.sampling, state.id)
+            self._running[state.id] = self._loading.pop(state.id)
+
+    def _run(self) -> tuple[int | None, dict[str, tuple[int, ...]]]:
+        if not self._running:
+            return None, {}
+        output = self._runner.step()
+        now = time.perf_counter()
+        for request_id, tokens in output.tokens.items():
+            state = self._running[request_id]
+            state.tokens.extend(tokens)
+            state.first_token = state.first_token or now
+            state.last_token = now
+            self._predictor.observe(TokensGenerated(request_id, tokens))
+        for request_id, reason in output.finished.items():
+            report = self._runner.report(request_id)
+            self._runner.release(request_id)
+            self._finish(self._running.pop(request_id), reason, report)
+        return output.step_id, dict(output.tokens)
+
+    def _finish(self, state: _Request, reason: FinishReason, report: BlendReport) -> None:
+        if state.pins is not None:
+            state.pins.release()
+        self._scheduler.release(state.id)
+        self._predictor.observe(QuestionFinished(state.id))
+        report.bytes_loaded = _bytes_by_first_tier(report.bytes_loaded, state.loaded_bytes)
+        if state.reason is not None:
+            report.fallback_reasons = (state.reason,)
+        self._ended.append(_outcome(state, reason, report))
+
+
+def _identities(plan: BlendPlan) -> tuple[ChunkIdentity, ...]:
+    """The plan's reused chunks, each once, in order."""
+    found = {i.key: i for i in (span.segment.identity for span in plan.reused) if i is not None}
+    return tuple(found.values())
+
+
+def _bytes_by_first_tier(read: dict[str, int], loaded: Counter[str]) -> dict[str, int]:
+    """Count bytes that were brought to the host for this request by the tier they came from."""
+    by_tier = Counter(read)
+    for tier, nbytes in loaded.items():
+        by_tier[Tier.HOST.value] -= nbytes
+        by_tier[tier] += nbytes
+    return {tier: nbytes for tier, nbytes in by_tier.items() if nbytes > 0}
+
+
+def _outcome(state: _Request, reason: FinishReason, report: BlendReport) -> RequestOutcome:
+    ttft = tpot = None
+    if state.first_token is not None and state.last_token is not None:
+        ttft = (state.first_token - state.submitted) * 1e3
+        if len(state.tokens) > 1:
+            tpot = (state.last_token - state.first_token) * 1e3 / (len(state.tokens) - 1)
+    began = state.started or time.perf_counter()
+    return RequestOutcome(state.id, tuple(state.tokens), reason, ttft, tpot, (began - state.submitted) * 1e3, report)

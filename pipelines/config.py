@@ -1,0 +1,110 @@
+"""How a pipeline is set up."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from cacheblend.plan import Policy
+from cacheblend.selectors import Selector, make_selector
+from pipelines.errors import PipelineError
+from pipelines.models import DEFAULT_EMBEDDER, DEFAULT_MODEL
+from pipelines.models.cache import cache_home
+
+DEFAULT_SYSTEM_PROMPT = "Answer the question from the documents. Give only the answer, in a few words."
+
+
+class PrefixMode(StrEnum):
+    """What chunks are encoded behind."""
+
+    SYSTEM = "system"
+    BOS = "bos"
+    NONE = "none"
+
+
+class PipelineConfig(BaseModel):
+    """Settings of a `RagPipeline`.
+
+    Attributes:
+        model: `bundled:NAME`, a local folder or a hub id.
+        embedder: the same for the embedding model.
+        engine: `reference`, `vllm`, or `auto` for the best that is installed.
+        dtype: of weights and KV.
+        device: a torch device.
+        cache_dir: folder of chunk KV; None keeps chunks in memory only.
+        index_dir: folder that keeps retrieval indexes between runs; None keeps none.
+        host_budget_bytes: bytes of chunk KV that host memory may hold.
+        prefix: what chunks are encoded behind.
+        system_prompt: the instruction before the documents.
+        chunk_tokens: tokens of a chunk at most.
+        chunk_overlap: tokens of a chunk repeated in the next one.
+        top_k: chunks retrieved for a question.
+        candidates: further chunks looked at for speculative prefetch.
+        policy, selector, ratio, head_tokens: how prompts are blended unless a call says otherwise.
+        max_tokens: new tokens of an answer unless a call says otherwise.
+        collect_missed: compute the KV of chunks that a question missed, after it was answered.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = DEFAULT_MODEL
+    embedder: str = DEFAULT_EMBEDDER
+    engine: Literal["auto", "reference", "vllm"] = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
+    cache_dir: Path | None = Field(default_factory=lambda: cache_home() / "kv")
+    index_dir: Path | None = Field(default_factory=lambda: cache_home() / "indexes")
+    host_budget_bytes: int = Field(default=4 << 30, ge=0)
+    prefix: PrefixMode = PrefixMode.SYSTEM
+    system_prompt: str = DEFAULT_SYSTEM_PROMPT
+    chunk_tokens: int = Field(default=512, ge=1)
+    chunk_overlap: int = Field(default=0, ge=0)
+    top_k: int = Field(default=5, ge=1)
+    candidates: int = Field(default=5, ge=0)
+    policy: Policy = Policy.BLEND
+    selector: str = "chunk_head+query"
+    ratio: float | None = None
+    head_tokens: int | None = None
+    max_tokens: int = Field(default=64, ge=1)
+    collect_missed: bool = False
+
+    @model_validator(mode="after")
+    def _selector_exists(self) -> PipelineConfig:
+        self.make_selector()
+        return self
+
+    def make_selector(
+        self, name: str | None = None, ratio: float | None = None, head_tokens: int | None = None
+    ) -> Selector:
+        """The selector of a call: what the call names, the settings otherwise.
+
+        A call that names another selector than the settings starts from that one's defaults.
+
+        Raises:
+            BlendError: for an unknown selector or a ratio outside 0 to 1.
+        """
+        if name is None or name == self.selector:
+            name = self.selector
+            ratio = self.ratio if ratio is None else ratio
+            head_tokens = self.head_tokens if head_tokens is None else head_tokens
+        return make_selector(name, ratio, head_tokens)
+
+
+def make_config(**settings: Any) -> PipelineConfig:
+    """Build a configuration.
+
+    Raises:
+        PipelineError: for an unknown setting or a value out of range, naming it.
+    """
+    try:
+        return PipelineConfig(**settings)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = ".".join(map(str, problem["loc"]))
+        message = problem["msg"].removeprefix("Value error, ").rstrip(".")
+        if not name:
+            raise PipelineError(f"{message}.") from None
+        raise PipelineError(f"Setting '{name}' cannot be {problem['input']!r}: {message}.") from None

@@ -1,0 +1,78 @@
+"""The prompt around the documents: token ids before them and after them.
+
+Chunk boundaries are token boundaries: head, chunks and question are tokenised alone and their ids concatenated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipelines.config import PrefixMode
+from pipelines.errors import PipelineError
+
+_DOCUMENTS = "\N{OBJECT REPLACEMENT CHARACTER}documents\N{OBJECT REPLACEMENT CHARACTER}"
+
+
+class PromptTemplate:
+    """A model's chat template, cut where the documents go; plain text for a model without one.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        system_prompt: the instruction before the documents.
+    """
+
+    def __init__(self, tokenizer: Any, system_prompt: str) -> None:
+        self._tokenizer = tokenizer
+        head, self._tail = self._cut(system_prompt)
+        plain = not getattr(tokenizer, "chat_template", None)
+        self.head_ids: tuple[int, ...] = tuple(tokenizer(head, add_special_tokens=plain).input_ids)
+        """Ids before the first document: template head and system prompt."""
+
+    def question_ids(self, question: str) -> tuple[int, ...]:
+        """Ids after the last document: the question and what opens the answer.
+
+        Raises:
+            PipelineError: if the question is empty.
+        """
+        if not question.strip():
+            raise PipelineError("The question is empty; ask something.")
+        text = f"\n\nQuestion: {question.strip()}{self._tail}"
+        return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
+
+    def prefix_ids(self, mode: PrefixMode) -> tuple[int, ...]:
+        """What chunks are encoded behind.
+
+        Raises:
+            PipelineError: for `bos` with a model that has no such token.
+        """
+        if mode is PrefixMode.SYSTEM:
+            return self.head_ids
+        return self.bos_ids(required=True) if mode is PrefixMode.BOS else ()
+
+    def bos_ids(self, required: bool = False) -> tuple[int, ...]:
+        """The beginning-of-sequence token alone, or nothing.
+
+        Raises:
+            PipelineError: if it is required and the model has none.
+        """
+        bos = self._tokenizer.bos_token_id
+        if bos is None and required:
+            raise PipelineError("The model has no beginning-of-sequence token; use the prefix `system` or `none`.")
+        return () if bos is None else (bos,)
+
+    def _cut(self, system_prompt: str) -> tuple[str, str]:
+        if not getattr(self._tokenizer, "chat_template", None):
+            return f"{system_prompt}\n\n", "\nAnswer:"
+        messages = [{"role": "system", "content": system_prompt}, {"role": "user", "content": _DOCUMENTS}]
+        try:
+            text = self._render(messages)
+        except Exception:
+            # Templates raise what they like for a role they do not know; the instruction then opens the user's turn.
+            text = self._render([{"role": "user", "content": f"{system_prompt}\n\n{_DOCUMENTS}"}])
+        head, found, tail = text.partition(_DOCUMENTS)
+        if not found:
+            raise PipelineError("The model's chat template drops the user's message; use another model folder.")
+        return head, tail
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
