@@ -1,0 +1,148 @@
+"""What a store can serve at this moment, and the events that tell of every change."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from kvstore.errors import UnavailableReason
+from kvstore.events import EventQueue, Evicted, Published
+from kvstore.host import HostTier
+from kvstore.index import ChunkIndex, IndexEntry
+from kvstore.key import ChunkIdentity, ChunkKey, ShardLayout, content_digest
+from kvstore.tiers import ChunkRecord, Tier
+
+
+class Availability:
+    """Chunks by the tiers that can serve them, over the host tier and what is known of the disk. Thread-safe.
+
+    A chunk on disk exists once every rank's shard does. Beside a disk the same holds for the host's copy;
+    without one, a process vouches for its own rank.
+
+    Args:
+        host: the host tier; its chunks change inside `change` only.
+        events: where changes are told.
+        shard: the part of every chunk that this process serves.
+        has_disk: whether there is a disk tier.
+    """
+
+    def __init__(self, host: HostTier, events: EventQueue, shard: ShardLayout, has_disk: bool):
+        self._host = host
+        self._events = events
+        self._shard = shard
+        self._has_disk = has_disk
+        self._index = ChunkIndex()
+        self._reasons_gone: dict[ChunkKey, UnavailableReason] = {}
+        # Never held while tensors are read or written, nor while listeners run.
+        self._lock = threading.RLock()
+
+    def tiers(self, key: ChunkKey, shard: ShardLayout | None = None) -> dict[Tier, int]:
+        """The tiers that can serve the chunk's shard, fastest first, each with its KV bytes."""
+        shard = shard or self._shard
+        with self._lock:
+            entry = self._index.get(key)
+            if entry is None:
+                return {}
+            tiers: dict[Tier, int] = {}
+            complete_on_disk = entry.complete_on_disk(shard.size)
+            on_host = self._host.nbytes_of(key) if shard == self._shard else None
+            if on_host is not None and (complete_on_disk or shard.size == 1 or not self._has_disk):
+                tiers[Tier.HOST] = on_host
+            if complete_on_disk:
+                tiers[Tier.DISK] = entry.on_disk[shard]
+            return tiers
+
+    def records(self) -> list[ChunkRecord]:
+        """Every chunk that can be served."""
+        with self._lock:
+            served = [(entry, self.tiers(entry.key)) for entry in self._index]
+        return [
+            ChunkRecord(entry.key, max(tiers.values()), entry.tokens, frozenset(tiers))
+            for entry, tiers in served
+            if tiers
+        ]
+
+    def find(
+        self, candidates: Sequence[ChunkIdentity], fingerprint: str, token_ids: Sequence[int]
+    ) -> tuple[ChunkIdentity | None, UnavailableReason | None]:
+        """The first candidate that can be served, or None and why; see `ChunkStore.find`."""
+        with self._lock:
+            for identity in candidates:
+                if self.tiers(identity.key):
+                    return identity, None
+            return None, self._why_none(candidates, fingerprint, token_ids)
+
+    def on_disk(self, key: ChunkKey) -> tuple[str, list[ShardLayout]]:
+        """The chunk's fingerprint and its shards known to be on disk; empty when it is not known."""
+        with self._lock:
+            entry = self._index.get(key)
+            return (entry.fingerprint, list(entry.on_disk)) if entry else ("", [])
+
+    def all_on_disk(self) -> set[tuple[ChunkKey, ShardLayout]]:
+        """Every shard known to be on disk."""
+        with self._lock:
+            return {(entry.key, shard) for entry in self._index for shard in entry.on_disk}
+
+    @contextmanager
+    def change(self, key: ChunkKey) -> Iterator[None]:
+        """Change where one chunk is, alone; afterwards listeners hear what that did to what can be served."""
+        with self._lock:
+            before, entry = self.tiers(key), self._index.get(key)
+            yield
+            entry = self._index.get(key) or entry
+            if entry is not None:
+                self._tell(entry, before, self.tiers(key))
+                if not entry.on_disk and self._host.nbytes_of(key) is None:
+                    self._index.drop(key)
+        self._events.deliver()
+
+    def enter(self, identity: ChunkIdentity) -> None:
+        """Inside `change`: the chunk is on the host."""
+        self._index.entry_for(identity)
+
+    def enter_on_disk(self, identity: ChunkIdentity, shard: ShardLayout, nbytes: int) -> None:
+        """Inside `change`: this shard of `nbytes` is on disk."""
+        self._index.entry_for(identity).on_disk[shard] = nbytes
+
+    def leave_disk(self, key: ChunkKey, shard: ShardLayout) -> None:
+        """Inside `change`: this shard is no longer on disk."""
+        entry = self._index.get(key)
+        if entry is not None:
+            entry.on_disk.pop(shard, None)
+
+    def remember_why_gone(self, key: ChunkKey, reason: UnavailableReason) -> None:
+        """Why the chunk cannot be served, until it can be again."""
+        with self._lock:
+            if not self.tiers(key):
+                self._reasons_gone[key] = reason
+
+    def why_gone(self, key: ChunkKey) -> UnavailableReason:
+        """`evicted`, what was wrong with its file, or `missing` when it never was here."""
+        with self._lock:
+            return self._reasons_gone.get(key, UnavailableReason.MISSING)
+
+    def _why_none(
+        self, candidates: Sequence[ChunkIdentity], fingerprint: str, token_ids: Sequence[int]
+    ) -> UnavailableReason:
+        entries = [self._index.get(identity.key) for identity in candidates]
+        if any(shard.size != self._shard.size for entry in entries if entry for shard in entry.on_disk):
+            return UnavailableReason.TP_LAYOUT
+        for identity in candidates:
+            reason = self.why_gone(identity.key)
+            if reason not in (UnavailableReason.EVICTED, UnavailableReason.MISSING):
+                return reason
+        same_text = [entry for entry in self._index.with_content(content_digest(token_ids)) if self.tiers(entry.key)]
+        if any(entry.fingerprint == fingerprint for entry in same_text):
+            return UnavailableReason.PREFIX_CHANGED
+        return UnavailableReason.OTHER_MODEL if same_text else UnavailableReason.MISSING
+
+    def _tell(self, entry: IndexEntry, before: dict[Tier, int], after: dict[Tier, int]) -> None:
+        for tier in after.keys() - before.keys():
+            self._events.queue(Published(entry.key, tier, after[tier], entry.tokens))
+        for tier in before.keys() - after.keys():
+            self._events.queue(Evicted(entry.key, tier, before[tier]))
+        if after:
+            self._reasons_gone.pop(entry.key, None)
+        elif before:
+            self._reasons_gone[entry.key] = UnavailableReason.EVICTED

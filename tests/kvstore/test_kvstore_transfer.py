@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from kvstore_samples import identity_of, same, sample
+
+from kvstore import (
+    AsyncPrefetcher,
+    ChunkStore,
+    ChunkUnavailable,
+    StoreError,
+    ThreadPrefetcher,
+    Tier,
+    TransferResult,
+    UnavailableReason,
+)
+
+ONE = sample(0).nbytes
+MANY = [identity_of(seed) for seed in range(0, 80, 10)]
+
+
+class GatedStore(ChunkStore):
+    """A store whose loads are counted and wait at a gate."""
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.gate = threading.Event()
+        self.loads = 0
+
+    def load(self, identity):
+        self.loads += 1
+        assert self.gate.wait(30)
+        return super().load(identity)
+
+
+@pytest.fixture
+def store(tmp_path):
+    filler = ChunkStore(tmp_path, 0)
+    for identity in MANY:
+        filler.put(sample(identity.token_ids[0]))
+    store = GatedStore(tmp_path, 100 * ONE)
+    yield store
+    store.gate.set()
+    store.close()
+
+
+@pytest.fixture
+def prefetcher(store):
+    prefetcher: AsyncPrefetcher = ThreadPrefetcher(store)
+    yield prefetcher
+    store.gate.set()
+    prefetcher.close()
+
+
+def test_starting_never_blocks_and_every_chunk_arrives(store, prefetcher):
+    prefetcher.start(MANY)
+    assert prefetcher.in_flight() == len(MANY)
+    assert prefetcher.poll() == []
+    assert prefetcher.wait([MANY[0].key], timeout_s=0.01) == {}
+    store.gate.set()
+    results = prefetcher.wait([identity.key for identity in MANY], timeout_s=30)
+    assert all(result.ok and result.nbytes == ONE for result in results.values())
+    assert {result.tier_from for result in results.values()} == {Tier.DISK}
+    assert prefetcher.in_flight() == 0
+    assert {result.key for result in prefetcher.poll()} == set(results) == {i.key for i in MANY}
+    assert prefetcher.poll() == []
+    assert all(same(store.get(identity), sample(identity.token_ids[0])) for identity in MANY)
+
+
+def test_sixty_four_askers_of_one_chunk_cause_one_load(store, prefetcher):
+    start = threading.Barrier(64)
+
+    def ask() -> TransferResult:
+        start.wait()
+        prefetcher.start([MANY[0]])
+        store.gate.set()
+        return prefetcher.wait([MANY[0].key], timeout_s=30)[MANY[0].key]
+
+    with ThreadPoolExecutor(64) as pool:
+        results = [asker.result(timeout=60) for asker in [pool.submit(ask) for _ in range(64)]]
+    assert store.loads == 1
+    assert all(result.ok for result in results)
+
+
+def test_threads_that_load_one_chunk_directly_read_it_once(store):
+    store.gate.set()
+    start = threading.Barrier(16)
+
+    def load():
+        start.wait()
+        return store.load(MANY[0])
+
+    with ThreadPoolExecutor(16) as pool:
+        reports = [loader.result(timeout=60) for loader in [pool.submit(load) for _ in range(16)]]
+    assert sum(report.nbytes for report in reports) == ONE
+
+
+def test_a_chunk_that_is_on_the_host_finishes_at_once(store, prefetcher):
+    store.put(sample(MANY[0].token_ids[0]))
+    prefetcher.start([MANY[0]])
+    assert prefetcher.poll() == [TransferResult(MANY[0].key, True, None, 0, 0.0, Tier.HOST)]
+    assert store.loads == 0
+
+
+def test_a_load_that_fails_says_why(store, prefetcher):
+    store.gate.set()
+    prefetcher.start([identity_of(999)])
+    key = identity_of(999).key
+    result = prefetcher.wait([key], timeout_s=30)[key]
+    assert result == TransferResult(key, False, UnavailableReason.MISSING, 0, 0.0, None)
+
+
+def test_loads_beyond_the_budget_fail_and_the_rest_arrives(tmp_path, store):
+    small = ChunkStore(tmp_path, 3 * ONE)
+    prefetcher = ThreadPrefetcher(small, threads=4)
+    prefetcher.start(MANY)
+    results = prefetcher.wait([identity.key for identity in MANY], timeout_s=30).values()
+    assert sorted(result.reason or "" for result in results) == [""] * 3 + ["host_budget"] * 5
+    assert small.host_bytes_used == 3 * ONE
+    prefetcher.close()
+
+
+def test_a_queued_transfer_can_be_cancelled_and_started_again(store, prefetcher):
+    prefetcher.start(MANY)
+    last = MANY[-1]
+    assert prefetcher.cancel(last.key)
+    assert not prefetcher.cancel(last.key)
+    assert not prefetcher.cancel(identity_of(999).key)
+    assert [result.reason for result in prefetcher.poll()] == [UnavailableReason.CANCELLED]
+    store.gate.set()
+    prefetcher.wait([identity.key for identity in MANY], timeout_s=30)
+    assert store.loads == len(MANY) - 1
+    prefetcher.start([last])
+    assert prefetcher.wait([last.key], timeout_s=30)[last.key].ok
+
+
+def test_an_unexpected_failure_still_ends_the_transfer(store, prefetcher, caplog):
+    store.gate.set()
+    store.close()
+    prefetcher.start([MANY[0]])
+    result = prefetcher.wait([MANY[0].key], timeout_s=30)[MANY[0].key]
+    assert (result.ok, result.reason) == (False, UnavailableReason.UNREADABLE)
+    assert "failed" in caplog.text
+
+
+def test_closing_calls_off_what_is_queued_and_refuses_more(store):
+    prefetcher = ThreadPrefetcher(store, threads=1)
+    prefetcher.start(MANY[:1])
+    while not store.loads:
+        threading.Event().wait(0.001)
+    prefetcher.start(MANY[1:])
+    closing = threading.Thread(target=prefetcher.close)
+    closing.start()
+    waited = prefetcher.wait([identity.key for identity in MANY[1:]], timeout_s=30)
+    assert {result.reason for result in waited.values()} == {UnavailableReason.CANCELLED}
+    store.gate.set()
+    closing.join(30)
+    prefetcher.close()
+    assert prefetcher.wait([MANY[0].key], timeout_s=0)[MANY[0].key].ok
+    with pytest.raises(StoreError):
+        prefetcher.start(MANY)
+
+
+def test_a_prefetcher_needs_a_thread(store):
+    with pytest.raises(StoreError):
+        ThreadPrefetcher(store, threads=0)
+
+
+def test_reasons_read_well():
+    error = ChunkUnavailable("ab" * 32, UnavailableReason.CHECKSUM, "its checksum does not fit")
+    assert str(error) == "chunk abababababab is unavailable (checksum): its checksum does not fit"
