@@ -116,10 +116,11 @@ class ReferenceRunner:
             self._require_collectable(identity)
         by_key = {identity.key: identity for identity in identities}
         with self._store.claim(list(by_key)) as claim:
-            missing = [by_key[key] for key in claim.mine if self._store.lookup(by_key[key]) is None]
-            for chunk in self._collector.collect(missing):
-                self._store.put(chunk)
-            claim.wait()
+            mine = claim.mine
+            while mine:
+                for chunk in self._collector.collect([by_key[key] for key in mine]):
+                    self._store.put(chunk)
+                mine = claim.wait()
         return [identity.key for identity in identities]
 
     def prefill(
