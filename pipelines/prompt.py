@@ -1,6 +1,7 @@
 """The prompt around the documents: token ids before them and after them.
 
-Chunk boundaries are token boundaries: head, chunks and question are tokenised alone and their ids concatenated.
+Chunk boundaries are token boundaries: head, chunks and question are tokenised alone and their ids concatenated. A
+question or a document that spells out a special token is read as plain text: only the template opens turns.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ class PromptTemplate:
 
     def __init__(self, tokenizer: Any, system_prompt: str) -> None:
         self._tokenizer = tokenizer
-        head, self._tail = self._cut(system_prompt)
+        head, tail = self._cut(system_prompt)
         plain = not getattr(tokenizer, "chat_template", None)
         self.head_ids: tuple[int, ...] = tuple(tokenizer(head, add_special_tokens=plain).input_ids)
         """Ids before the first document: template head and system prompt."""
+        self._tail_ids: tuple[int, ...] = tuple(tokenizer(tail, add_special_tokens=False).input_ids)
 
     def question_ids(self, question: str) -> tuple[int, ...]:
         """Ids after the last document: the question and what opens the answer.
@@ -36,8 +38,9 @@ class PromptTemplate:
         """
         if not question.strip():
             raise PipelineError("The question is empty; ask something.")
-        text = f"\n\nQuestion: {question.strip()}{self._tail}"
-        return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
+        text = f"\n\nQuestion: {question.strip()}"
+        asked = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+        return (*asked, *self._tail_ids)
 
     def prefix_ids(self, mode: PrefixMode) -> tuple[int, ...]:
         """What chunks are encoded behind.

@@ -16,7 +16,7 @@ class Chunk:
         document_id: the document's id.
         title: the document's whole title, of which ``text`` may repeat less.
         text: the title line, if any, and the body.
-        token_ids: ``tokenizer(text, add_special_tokens=False)``, int; empty where no tokenizer was involved.
+        token_ids: ids of ``text`` with special tokens read as text, int; empty where no tokenizer was involved.
         start_char: where the body starts in the document's text.
         end_char: where the body ends in the document's text.
         index: place among the document's chunks, from 0.

@@ -47,8 +47,9 @@ class TokenChunker:
 
     A chunk's text is the document's title on a line of its own, if there is a title, and a run of the
     document's text. Chunks are tokenised alone: ``token_ids`` equals ``tokenizer(text,
-    add_special_tokens=False)`` and never exceeds ``size``, title line included. Without overlap the bodies
-    concatenate to the document's text: nothing is lost.
+    add_special_tokens=False, split_special_tokens=True)`` and never exceeds ``size``, title line included: a
+    text that spells out a special token stays text. Without overlap the bodies concatenate to the document's
+    text: nothing is lost.
 
     * A title that would take more than half of ``size`` is cut to that (dropped if not one token fits).
     * With ``respect_sentences`` a chunk ends at the end of a sentence; only a sentence that does not fit
@@ -119,11 +120,13 @@ class TokenChunker:
         return chunks
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
     def _cuts(self, text: str) -> TokenCuts:
         # verbose=False: a document longer than the model's context is no cause for a warning here.
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoded = self._tokenizer(
+            text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True, verbose=False
+        )
         return TokenCuts(text, encoded["offset_mapping"])
 
     def _layout(self, document: Document) -> _Layout:
