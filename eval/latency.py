@@ -134,8 +134,8 @@ def _print(
     console.print("Parts are shares of full prefill's time to first token; medians.")
     console.print(f"Full prefill by transformers alone takes {median(stock_ms) / full.median_ms:.2f} of ours.")
     console.print(
-        f"KV: {runner.kv_bytes_per_token} bytes a token, built once in {stand.build_seconds * 1e3 / full.median_ms:.2f} "
-        "of a full prefill's time."
+        f"KV: {runner.kv_bytes_per_token} bytes a token, built once in "
+        f"{stand.build_seconds * 1e3 / full.median_ms:.2f} of a full prefill's time."
     )
     console.print(f"CPU time over wall time: {share.over_wall:.2f} with {torch.get_num_threads()} threads.")
     if share.void:

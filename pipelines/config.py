@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cacheblend.plan import Policy
-from cacheblend.selectors import Selector, make_selector
 from pipelines.errors import PipelineError
 from pipelines.models import DEFAULT_EMBEDDER, DEFAULT_MODEL
 from pipelines.models.cache import cache_home
+
+if TYPE_CHECKING:
+    from cacheblend.selectors import Selector
 
 DEFAULT_SYSTEM_PROMPT = "Answer the question from the documents. Give only the answer, in a few words."
 
@@ -86,6 +88,9 @@ class PipelineConfig(BaseModel):
         Raises:
             BlendError: for an unknown selector or a ratio outside 0 to 1.
         """
+        # Imported here because it loads torch, and `--help` shows the settings without it.
+        from cacheblend.selectors import make_selector
+
         if name is None or name == self.selector:
             name = self.selector
             ratio = self.ratio if ratio is None else ratio

@@ -6,11 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore.events import NotStored, StoreEvent
 from kvstore.key import ChunkIdentity
-from kvstore.store import ChunkStore
+
+if TYPE_CHECKING:
+    from kvstore.store import ChunkStore
 
 CHUNKS_PER_CALL = 4
 

@@ -23,7 +23,7 @@ def test_there_are_six_short_documents_each_with_a_title_line() -> None:
 
 
 def test_the_questions_are_the_three_whose_answers_are_known() -> None:
-    assert (DEMO / "questions.txt").read_text(encoding="utf-8").splitlines() == list(ANSWERS)
+    assert (DEMO.parent / "demo_questions.txt").read_text(encoding="utf-8").splitlines() == list(ANSWERS)
 
 
 @pytest.mark.parametrize("question", ANSWERS)

@@ -1,0 +1,1 @@
+"""The commands `cacheblend` and `precompute-chunk-cache`: results on stdout, everything else on stderr."""

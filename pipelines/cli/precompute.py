@@ -1,0 +1,115 @@
+"""`precompute-chunk-cache`: prefills the chunks of documents into the cache, ahead of any question."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from typer import Argument, Option
+
+from pipelines.cli.documents import load_documents
+from pipelines.cli.failures import INTERRUPTED, ends_with_a_sentence
+from pipelines.cli.options import AsJson, ChunkOptions, ModelOptions, settings_of, takes_groups
+from pipelines.cli.output import log_to_stderr, print_json, print_table
+from pipelines.cli.progress import PrecomputeBar
+from pipelines.cli.units import parse_size, size_text
+from pipelines.config import make_config
+from pipelines.precompute import PrecomputeSummary
+
+if TYPE_CHECKING:
+    from pipelines.rag import RagPipeline
+
+NOT_KEPT = 1
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command()
+@ends_with_a_sentence
+@takes_groups
+def precompute_chunk_cache(
+    paths: Annotated[list[Path], Argument(metavar="PATHS", help="Files, or folders of them.")],
+    model: ModelOptions,
+    chunks: ChunkOptions,
+    host_budget_bytes: Annotated[
+        int,
+        Option("--host-budget", parser=parse_size, metavar="SIZE", help="KV to keep in memory as well, e.g. 4GiB."),
+    ] = 0,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only say what would be done.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Prefill the chunks of documents once, so that questions can reuse their KV.
+
+    PATHS are .txt, .md and .jsonl documents, folders of them, and questions in MuSiQue's or CacheBlend's shape
+    (.json or .jsonl), whose contexts are taken. What is cached is skipped: run it again after an interruption or when
+    documents were added. Ask with the same model, dtype, prefix, system prompt and chunk settings.
+
+    \b
+    Example:
+      precompute-chunk-cache inputs/data/demo
+    """
+    log_to_stderr(model.verbose)
+    config = make_config(**settings_of(model, chunks), host_budget_bytes=host_budget_bytes)
+    documents = load_documents(paths)
+    from pipelines.rag import RagPipeline
+
+    with RagPipeline(documents, config) as pipeline:
+        summary = _precompute(pipeline, dry_run)
+        account = {
+            "documents": len(documents),
+            **summary.to_dict(),
+            "model": config.model,
+            "engine": pipeline.engine,
+            "dtype": config.dtype,
+            "cache_dir": str(config.cache_dir),
+        }
+    if as_json:
+        print_json(account)
+    else:
+        print_table(summary_table(summary, len(documents), str(config.cache_dir)))
+    if summary.not_on_disk:
+        raise typer.Exit(NOT_KEPT)
+
+
+def summary_table(summary: PrecomputeSummary, documents: int, cache_dir: str) -> Table:
+    """What a precomputation did, for people."""
+    table = Table(title="Dry run: nothing was computed" if summary.dry_run else None, show_header=False)
+    computed = "to compute" if summary.dry_run else "computed"
+    table.add_row("documents", f"{documents:,}")
+    table.add_row("chunks", f"{summary.chunks:,} ({summary.distinct:,} different)")
+    table.add_row("cached before", f"{summary.cached:,}")
+    table.add_row(computed, f"{summary.computed:,} ({summary.tokens_computed:,} of {summary.tokens:,} tokens)")
+    table.add_row("KV " + computed, f"{size_text(summary.bytes_written)} ({summary.bytes_per_token:,} bytes a token)")
+    if summary.computed and not summary.dry_run:
+        rate = summary.tokens_computed / summary.seconds
+        table.add_row("time", f"{summary.seconds:,.1f} s ({rate:,.0f} tokens/s)")
+    for reason, count in summary.not_on_disk.items():
+        table.add_row("not kept on disk", f"{count:,} ({reason})")
+    table.add_row("cache folder", cache_dir)
+    return table
+
+
+def _precompute(pipeline: RagPipeline, dry_run: bool) -> PrecomputeSummary:
+    try:
+        with PrecomputeBar(disable=dry_run) as bar:
+            return pipeline.precompute(bar.update, dry_run)
+    except KeyboardInterrupt:
+        # Closing lets the chunks that are being computed be stored, so that they are counted.
+        pipeline.close()
+        left = pipeline.precompute(dry_run=True)
+        typer.echo(
+            f"Interrupted: {left.cached} of {left.distinct} chunks are cached; run the same command again to go on.",
+            err=True,
+        )
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def run() -> None:
+    """Run the command; the entry point of `precompute-chunk-cache`."""
+    app(prog_name="precompute-chunk-cache")
+
+
+if __name__ == "__main__":
+    run()
