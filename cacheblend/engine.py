@@ -18,14 +18,17 @@ from typing import TYPE_CHECKING
 from cacheblend.errors import BlendError
 from cacheblend.plan import BlendPlan, require_fits
 from cacheblend.protocols import (
+    Advice,
     BlendReport,
     CandidatesSeen,
     Eviction,
     FinishReason,
     KVCacheScheduler,
     ModelRunner,
+    PredictorEvent,
     QuestionFinished,
     QuestionQueued,
+    QuestionStarted,
     SchedulerStep,
     SpeculativePredictor,
     TokensGenerated,
@@ -42,6 +45,9 @@ if TYPE_CHECKING:
     from kvstore.store import ChunkStore
 
 logger = logging.getLogger(__name__)
+
+TRANSFER_WAIT_S = 0.01
+"""Longest wait of a step that has nothing else to do, so that new requests and aborts are heard meanwhile."""
 
 MAX_PREFILL_ROWS = 8192
 """Prompt rows handed to the runner in one step; a larger prompt goes alone."""
@@ -62,6 +68,7 @@ class _Request:
     started: float | None = None
     first_token: float | None = None
     last_token: float | None = None
+    error: BlendError | None = None
     tokens: list[int] = field(default_factory=list)
 
     @property
@@ -76,7 +83,7 @@ class BlendEngine:
         runner: runs the model.
         store: holds chunk KV; the engine subscribes the scheduler to its events.
         scheduler: decides.
-        predictor: advises.
+        predictor: advises; one that raises is not asked again.
         prefetcher: moves.
         max_running: requests that load or run at a time; the others wait in order.
         advice_limit: pieces of advice looked at in a step.
@@ -95,7 +102,7 @@ class BlendEngine:
         self._runner = runner
         self._store = store
         self._scheduler = scheduler
-        self._predictor = predictor
+        self._predictor: SpeculativePredictor | None = predictor
         self._prefetcher = prefetcher
         self._max_running = max_running
         self._advice_limit = advice_limit
@@ -103,7 +110,7 @@ class BlendEngine:
         self._loading: dict[str, _Request] = {}
         self._running: dict[str, _Request] = {}
         self._ended: list[RequestOutcome] = []
-        self._flying: set[ChunkKey] = set()
+        self._flying: dict[ChunkKey, ChunkIdentity] = {}
         # Store events arrive on the prefetcher's threads; the scheduler belongs to this one.
         self._events: queue.SimpleQueue[StoreEvent] = queue.SimpleQueue()
         self._unsubscribe = store.subscribe(self._events.put)
@@ -123,9 +130,9 @@ class BlendEngine:
             raise BlendError(f"Request id '{request.request_id}' is in use; give each request its own.")
         require_fits(request.plan.length, request.sampling.max_tokens, self._runner.max_model_len)
         self._waiting[request.request_id] = _Request(request, time.perf_counter(), request.plan)
-        self._predictor.observe(QuestionQueued(request.request_id, _identities(request.plan)))
+        self._observe(QuestionQueued(request.request_id, _identities(request.plan)))
         if request.candidates:
-            self._predictor.observe(CandidatesSeen(request.request_id, request.candidates))
+            self._observe(CandidatesSeen(request.request_id, request.candidates))
 
     def abort(self, request_id: str) -> None:
         """End a request now, whatever it is doing; unknown ones are let be."""
@@ -136,12 +143,15 @@ class BlendEngine:
             self._runner.abort(request_id)
 
     def step(self) -> EngineStep:
-        """Move everything on by one step of the runner."""
+        """Move everything on by one step of the runner.
+
+        Whatever it raises is a failure of one of the four parts: nothing more can be served then but `close`.
+        """
         self._follow_store()
         self._admit()
         self._promote()
         self._take_transfers(self._prefetcher.poll())
-        if self._loading and not self._running:
+        if self._loading and not self._running and all(state.loading for state in self._loading.values()):
             self._wait_for_transfers()
         self._start_ready()
         step_id, tokens = self._run()
@@ -150,10 +160,13 @@ class BlendEngine:
 
     def close(self) -> None:
         """Abort what is left, stop following the store and stop the transfers."""
-        for request_id in [*self._waiting, *self._loading, *self._running]:
+        for request_id in [*self._waiting, *self._loading]:
             self.abort(request_id)
-        while self._running:
-            self._run()
+        # Without another step of the runner: it may be what failed.
+        for request_id in list(self._running):
+            self._runner.abort(request_id)
+            self._runner.release(request_id)
+            self._finish(self._running.pop(request_id), FinishReason.ABORT, BlendReport())
         self._unsubscribe()
         self._prefetcher.close()
 
@@ -173,18 +186,36 @@ class BlendEngine:
             self._evict(admission.evictions)
             self._start_transfers(admission.loads)
             # Chunks that another request or advice has started are waited for as well.
-            state.loading = self._flying.intersection(state.plan.keys)
+            state.loading = self._flying.keys() & set(state.plan.keys)
             self._loading[state.id] = state
 
     def _promote(self) -> None:
         """Act on advice: bring what will probably be wanted to the host, within the budget."""
-        advice = self._predictor.advice(self._advice_limit)
-        decision: SchedulerStep = self._scheduler.step(advice)
+        decision: SchedulerStep = self._scheduler.step(self._advice())
         self._evict(decision.evictions)
         self._start_transfers(decision.promotions)
 
+    def _observe(self, event: PredictorEvent) -> None:
+        if self._predictor is not None:
+            try:
+                self._predictor.observe(event)
+            except Exception:
+                self._lose_predictor()
+
+    def _advice(self) -> list[Advice]:
+        if self._predictor is not None:
+            try:
+                return self._predictor.advice(self._advice_limit)
+            except Exception:
+                self._lose_predictor()
+        return []
+
+    def _lose_predictor(self) -> None:
+        logger.exception("the predictor failed; the engine goes on without advice")
+        self._predictor = None
+
     def _start_transfers(self, chunks: tuple[ChunkIdentity, ...]) -> None:
-        self._flying.update(chunk.key for chunk in chunks)
+        self._flying.update((chunk.key, chunk) for chunk in chunks)
         self._prefetcher.start(chunks)
 
     def _evict(self, evictions: Iterable[Eviction]) -> None:
@@ -195,25 +226,26 @@ class BlendEngine:
 
     def _wait_for_transfers(self) -> None:
         oldest = next(iter(self._loading.values()))
-        self._prefetcher.wait(tuple(oldest.loading), None)
+        self._prefetcher.wait(tuple(oldest.loading), TRANSFER_WAIT_S)
         self._take_transfers(self._prefetcher.poll())
 
     def _take_transfers(self, results: Iterable[TransferResult]) -> None:
         for result in results:
-            self._flying.discard(result.key)
-            if not result.ok:
-                self._note_failure(result)
+            chunk = self._flying.pop(result.key, None)
+            if not result.ok and chunk is not None:
+                self._note_failure(chunk, result.reason)
             for state in self._loading.values():
                 if result.key in state.loading:
                     state.loading.discard(result.key)
                     self._apply(state, result)
         self._follow_store()
 
-    def _note_failure(self, result: TransferResult) -> None:
-        if result.reason in _SOUND:
-            self._scheduler.on_not_loaded(result.key)
+    def _note_failure(self, chunk: ChunkIdentity, reason: UnavailableReason | None) -> None:
+        """Tell the scheduler whether the chunk is gone or only did not come this time."""
+        if reason in _SOUND or self._store.lookup(chunk) is not None:
+            self._scheduler.on_not_loaded(chunk.key)
         else:
-            self._scheduler.on_unavailable(result.key)
+            self._scheduler.on_unavailable(chunk.key)
 
     @staticmethod
     def _apply(state: _Request, result: TransferResult) -> None:
@@ -229,8 +261,15 @@ class BlendEngine:
                 return
             rows += state.plan.length
             state.started = time.perf_counter()
-            self._runner.prefill(state.plan, state.request.sampling, state.id)
-            self._running[state.id] = self._loading.pop(state.id)
+            del self._loading[state.id]
+            try:
+                self._runner.prefill(state.plan, state.request.sampling, state.id)
+            except BlendError as error:
+                state.error = error
+                self._finish(state, FinishReason.ERROR, BlendReport())
+            else:
+                self._running[state.id] = state
+                self._observe(QuestionStarted(state.id))
 
     def _run(self) -> tuple[int | None, dict[str, tuple[int, ...]]]:
         if not self._running:
@@ -242,7 +281,7 @@ class BlendEngine:
             state.tokens.extend(tokens)
             state.first_token = state.first_token or now
             state.last_token = now
-            self._predictor.observe(TokensGenerated(request_id, tokens))
+            self._observe(TokensGenerated(request_id, tokens))
         for request_id, reason in output.finished.items():
             report = self._runner.report(request_id)
             self._runner.release(request_id)
@@ -253,10 +292,10 @@ class BlendEngine:
         if state.pins is not None:
             state.pins.release()
         self._scheduler.release(state.id)
-        self._predictor.observe(QuestionFinished(state.id))
+        self._observe(QuestionFinished(state.id))
         report.bytes_loaded = _bytes_by_first_tier(report.bytes_loaded, state.loaded_bytes)
-        if state.reason is not None:
-            report.fallback_reasons = (state.reason,)
+        if state.reason is not None and state.reason not in report.fallback_reasons:
+            report.fallback_reasons = (*report.fallback_reasons, state.reason)
         self._ended.append(_outcome(state, reason, report))
 
 
@@ -282,4 +321,5 @@ def _outcome(state: _Request, reason: FinishReason, report: BlendReport) -> Requ
         if len(state.tokens) > 1:
             tpot = (state.last_token - state.first_token) * 1e3 / (len(state.tokens) - 1)
     began = state.started or time.perf_counter()
-    return RequestOutcome(state.id, tuple(state.tokens), reason, ttft, tpot, (began - state.submitted) * 1e3, report)
+    queued = (began - state.submitted) * 1e3
+    return RequestOutcome(state.id, tuple(state.tokens), reason, ttft, tpot, queued, report, state.error)

@@ -167,6 +167,19 @@ def require_fits(prompt_tokens: int, max_tokens: int, max_model_len: int) -> Non
         )
 
 
+def require_known(token_ids: Sequence[int], vocabulary: int) -> None:
+    """Refuse token ids that the model has no embedding for.
+
+    Raises:
+        BlendError: naming the id and the vocabulary's size.
+    """
+    strange = next((token for token in token_ids if not 0 <= token < vocabulary), None)
+    if strange is not None:
+        raise BlendError(
+            f"Token id {strange} is outside the model's vocabulary of {vocabulary}; use the model's own tokenizer."
+        )
+
+
 def full_prefill_plan(token_ids: Sequence[int]) -> BlendPlan:
     """A prompt of `token_ids` with nothing reused.
 

@@ -33,6 +33,7 @@ __all__ = [
     "ModelRunner",
     "QuestionFinished",
     "QuestionQueued",
+    "QuestionStarted",
     "SchedulerStep",
     "SpeculativePredictor",
     "StepOutput",
@@ -46,6 +47,7 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,8 @@ class ModelRunner(Protocol):
             The sequence's id, `sequence_id` if given.
 
         Raises:
-            BlendError: if the id is in use or prompt and answer do not fit the model's context.
+            BlendError: if the id is in use, prompt and answer do not fit the model's context, or the model cannot
+                serve the prompt as it stands; nothing else is affected.
         """
         ...
 
@@ -179,13 +182,20 @@ class TokensGenerated:
 
 
 @dataclass(frozen=True, slots=True)
+class QuestionStarted:
+    """A question's chunks are at hand and its prefill begins: they need not be brought any more."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class QuestionFinished:
     """A question left the queue: answered or aborted."""
 
     request_id: str
 
 
-PredictorEvent = QuestionQueued | CandidatesSeen | TokensGenerated | QuestionFinished
+PredictorEvent = QuestionQueued | CandidatesSeen | QuestionStarted | TokensGenerated | QuestionFinished
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cacheblend.errors import BlendError
 from cacheblend.plan import BlendPlan, Policy
 from cacheblend.protocols import BlendReport, FinishReason
 from cacheblend.sampling_params import SamplingParams
@@ -41,6 +42,7 @@ class RequestOutcome:
         tpot_ms: mean time from one token to the next after the first; None with fewer than two.
         queue_ms: from submission to the step that prefilled it.
         report: what its prefill did, with bytes counted by the tier they were in when it was submitted.
+        error: what the runner refused it with, if `finish_reason` is ERROR; None otherwise.
     """
 
     request_id: str
@@ -50,6 +52,7 @@ class RequestOutcome:
     tpot_ms: float | None
     queue_ms: float
     report: BlendReport
+    error: BlendError | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from cacheblend.errors import BlendError
 
@@ -37,11 +38,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise BlendError(f"max_tokens is {self.max_tokens}; ask for at least 1.")
-        if not self.temperature >= 0.0:
+        if not 0.0 <= self.temperature < inf:
             raise BlendError(f"temperature is {self.temperature}; use 0 for greedy or a positive number.")
         if not 0.0 < self.top_p <= 1.0:
             raise BlendError(f"top_p is {self.top_p}; use a number above 0 and at most 1.")
         if self.top_k < 0:
             raise BlendError(f"top_k is {self.top_k}; use 0 for all tokens or a positive number.")
+        if isinstance(self.stop, str):
+            raise BlendError(f"stop is the string {self.stop!r}; give a tuple of strings.")
         if any(not text for text in self.stop):
             raise BlendError("A stop string is empty; give it at least one character.")

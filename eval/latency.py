@@ -29,6 +29,7 @@ from eval.speed.measure import ArmTimes, CpuShare, Stand, measure
 from eval.speed.workload import Workload, make_workload
 from inputs import INVENTED_PATH
 from kvstore.store import ChunkStore
+from pipelines.cli.output import PIPED_WIDTH
 from pipelines.errors import ModelError
 from pipelines.models import DEFAULT_MODEL, resolve_model
 
@@ -120,6 +121,7 @@ def _print(
     stand: Stand,
 ) -> None:
     console = Console()
+    console = Console(width=console.width if console.is_terminal else PIPED_WIDTH)
     full = times[0]
     table = Table(title=f"{workload.length} prompt tokens, {len(workload.chunks)} chunks warm in host memory")
     table.add_column("arm")

@@ -11,9 +11,9 @@ from pathlib import Path
 from retrieval.chunk import Chunk
 from retrieval.chunking import TokenChunker
 from retrieval.documents import Document
-from retrieval.embedding import SentenceEmbedder
 from retrieval.errors import RetrievalError
 from retrieval.index import CorpusIndex
+from retrieval.protocols import Embedder
 from retrieval.retriever import RetrievalResult, Retriever
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Corpus:
     """
 
     def __init__(
-        self, chunker: TokenChunker, load_embedder: Callable[[], SentenceEmbedder], index_dir: Path | None = None
+        self, chunker: TokenChunker, load_embedder: Callable[[], Embedder], index_dir: Path | None = None
     ) -> None:
         self._chunker = chunker
         self._load_embedder = load_embedder
@@ -42,7 +42,8 @@ class Corpus:
     @property
     def chunks(self) -> tuple[Chunk, ...]:
         """All chunks in the order of their documents."""
-        return tuple(chunk for chunks in self._chunks.values() for chunk in chunks)
+        # A copy at once: another thread may be adding documents.
+        return tuple(chunk for chunks in list(self._chunks.values()) for chunk in chunks)
 
     @property
     def retrieval_calls(self) -> int:
@@ -57,20 +58,21 @@ class Corpus:
         """Add documents and return their chunks; one that is there already is passed over.
 
         Raises:
-            RetrievalError: if a document's id is there with another text.
+            RetrievalError: if a document has no text, or its id is there with another text; nothing is added then.
         """
-        added: list[Chunk] = []
         with self._lock:
+            fresh: dict[str, list[Chunk]] = {}
             for document in documents:
                 chunks = self._chunker.chunk(document)
-                known = self._chunks.setdefault(document.id, chunks)
+                known = self._chunks.get(document.id) or fresh.setdefault(document.id, chunks)
                 if [chunk.id for chunk in known] != [chunk.id for chunk in chunks]:
                     raise RetrievalError(
                         f"Document id '{document.id}' is used for two different texts; give each document its own id."
                     )
-                added.extend(chunks if known is chunks else [])
+            added = [chunk for chunks in fresh.values() for chunk in chunks]
             if self._retriever is not None and added:
                 self._retriever.index.add(added)
+            self._chunks.update(fresh)
         return added
 
     def delete(self, document_ids: Iterable[str]) -> None:
@@ -79,7 +81,7 @@ class Corpus:
         Raises:
             RetrievalError: for an unknown document.
         """
-        names = list(document_ids)
+        names = list(dict.fromkeys(document_ids))
         with self._lock:
             for name in names:
                 if name not in self._chunks:
@@ -106,12 +108,13 @@ class Corpus:
         chunks = self.chunks
         if self._index_dir is None or not chunks:
             return _build(chunks, embedder)
-        names = "\n".join(f"{chunk.document_id} {chunk.id}" for chunk in chunks)
-        digest = hashlib.sha256(f"{embedder.fingerprint}\n{chunks[0].tokenizer}\n{names}".encode()).hexdigest()
-        folder = self._index_dir / digest[:32]
+        digest = hashlib.sha256(f"{embedder.fingerprint}\n{chunks[0].tokenizer}\n".encode())
+        for chunk in chunks:
+            digest.update(f"{chunk.document_id} {chunk.id} {chunk.token_ids}\n".encode())
+        folder = self._index_dir / digest.hexdigest()[:32]
         if folder.exists():
             try:
-                return CorpusIndex.load(folder, embedder)
+                return CorpusIndex.load(folder, embedder, chunks[0].tokenizer)
             except RetrievalError as error:
                 logger.warning("the saved index is built anew: %s", error)
         index = _build(chunks, embedder)
@@ -122,7 +125,7 @@ class Corpus:
         return index
 
 
-def _build(chunks: Iterable[Chunk], embedder: SentenceEmbedder) -> CorpusIndex:
+def _build(chunks: Iterable[Chunk], embedder: Embedder) -> CorpusIndex:
     index = CorpusIndex(embedder)
     index.add(chunks)
     return index

@@ -47,10 +47,10 @@ class Detokenizer:
         return text[: min(ends)] if ends else text
 
     def _uncertain(self, text: str) -> int:
-        if text.endswith(_INCOMPLETE):
-            return len(text) - len(text.rstrip(_INCOMPLETE))
+        sure = text.rstrip(_INCOMPLETE)
+        open_end = len(text) - len(sure)
         longest = max((len(stop) for stop in self._stop), default=1)
-        for length in range(min(longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stop):
-                return length
-        return 0
+        for length in range(min(longest - 1, len(sure)), 0, -1):
+            if any(stop.startswith(sure[-length:]) for stop in self._stop):
+                return open_end + length
+        return open_end

@@ -45,6 +45,7 @@ class PrecomputeSummary:
         bytes_written: bytes of KV computed now.
         seconds: wall time.
         not_on_disk: chunks that the disk did not take, by reason.
+        not_kept: chunks that no tier had room for: they were computed in vain.
         dry_run: whether nothing was computed on purpose; `computed` then counts what would be.
     """
 
@@ -58,6 +59,7 @@ class PrecomputeSummary:
     bytes_written: int = 0
     seconds: float = 0.0
     not_on_disk: dict[str, int] = field(default_factory=dict)
+    not_kept: int = 0
     dry_run: bool = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,6 +117,7 @@ def precompute_chunks(
             _report(on_progress, summary, missing)
             batch = missing[first : first + CHUNKS_PER_CALL]
             collect(batch)
+            summary.not_kept += sum(store.lookup(identity) is None for identity in batch)
             summary.computed += len(batch)
             summary.tokens_computed += _tokens(batch)
             summary.bytes_written = summary.tokens_computed * bytes_per_token

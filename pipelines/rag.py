@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
-
-from transformers import AutoTokenizer
+from typing import TYPE_CHECKING, Any
 
 from cacheblend.engine import BlendEngine
+from cacheblend.models.loading import load_tokenizer
 from cacheblend.plan import BlendPlan, Policy, Segment, SegmentRole, require_fits
 from cacheblend.request import EngineRequest, RequestOutcome
 from cacheblend.sampling_params import SamplingParams
@@ -36,7 +37,11 @@ from pipelines.streaming import AnswerStream, stream_async
 from retrieval.chunk import Chunk
 from retrieval.chunking import TokenChunker
 from retrieval.documents import Document
-from retrieval.embedding import SentenceEmbedder
+
+if TYPE_CHECKING:
+    from retrieval.embedding import SentenceEmbedder
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,14 +77,16 @@ class RagPipeline:
         self.config = config
         self.engine = choose_engine(config.engine)
         folder = resolve_model(config.model)
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._tokenizer = load_tokenizer(folder)
+        if self._tokenizer is None:
+            raise PipelineError(f"The model folder {folder} holds no tokenizer; save one there with save_pretrained.")
         self.store = ChunkStore(config.cache_dir, config.host_budget_bytes)
         self.runner = make_runner(self.engine, folder, self.store, config.dtype, config.device)
         self._template = PromptTemplate(self._tokenizer, config.system_prompt)
         self._prefix = self._template.prefix_ids(config.prefix)
         chunker = TokenChunker(self._tokenizer, size=config.chunk_tokens, overlap=config.chunk_overlap)
         self._corpus = Corpus(chunker, self._load_embedder, config.index_dir)
-        self._corpus.add(Document.from_any(document) for document in documents)
+        self._corpus.add(_documents(documents))
         self._loop = EngineLoop(self._make_engine())
 
     @classmethod
@@ -102,8 +109,12 @@ class RagPipeline:
         return self._corpus.retrieval_calls
 
     def add_documents(self, documents: Iterable[Any]) -> None:
-        """Add documents to the corpus; their KV is computed by the next `precompute`."""
-        self._corpus.add(Document.from_any(document) for document in documents)
+        """Add documents to the corpus; their KV is computed by the next `precompute`.
+
+        Raises:
+            RetrievalError: if one has no text, or its id is there with another text; none is added then.
+        """
+        self._corpus.add(_documents(documents))
 
     def delete_documents(self, document_ids: Iterable[str]) -> None:
         """Delete documents from the corpus; their KV stays in the store until it is pruned.
@@ -209,9 +220,9 @@ class RagPipeline:
             sampling: how tokens are drawn; greedy by default.
 
         Raises:
-            PipelineError: for an empty question, an unknown policy, or an empty list of documents.
+            PipelineError: for an empty question, an unknown policy, or documents that are none or not a list.
             BlendError: for an unknown selector, a ratio out of range, or a prompt that does not fit the context.
-            RetrievalError: if the corpus is empty or a document has no text.
+            RetrievalError: if the corpus is empty, a document has no text, or `top_k` is below 1.
         """
         chosen = self._policy(policy)
         blender = self.config.make_selector(selector, ratio, head_tokens)
@@ -219,7 +230,7 @@ class RagPipeline:
         sampling = sampling or SamplingParams(max_tokens=self.config.max_tokens)
         require_fits(len(self._template.head_ids) + len(question_ids), sampling.max_tokens, self.runner.max_model_len)
         started = time.perf_counter()
-        found, beyond = self._choose_chunks(question, top_k or self.config.top_k, documents)
+        found, beyond = self._choose_chunks(question, self.config.top_k if top_k is None else top_k, documents)
         retrieval_ms = (time.perf_counter() - started) * 1e3
         segments = [self._segment(chunk, chosen) for chunk, _ in found]
         if self._template.head_ids:
@@ -249,6 +260,9 @@ class RagPipeline:
         return BlendEngine(self.runner, self.store, scheduler, LookAheadPredictor(), prefetcher)
 
     def _load_embedder(self) -> SentenceEmbedder:
+        # Imported here because it takes seconds, and precomputing never needs it.
+        from retrieval.embedding import SentenceEmbedder
+
         return SentenceEmbedder(resolve_embedder(self.config.embedder))
 
     def _identity(self, chunk: Chunk) -> ChunkIdentity:
@@ -273,7 +287,7 @@ class RagPipeline:
         if documents is None:
             result = self._corpus.retrieve(question, top_k, self.config.candidates)
             return [(hit.chunk, hit.score) for hit in result.hits], [hit.chunk for hit in result.beyond]
-        given = [chunk for d in documents for chunk in self._corpus.chunk(Document.from_any(d))]
+        given = [chunk for d in _documents(documents) for chunk in self._corpus.chunk(d)]
         if not given:
             raise PipelineError("The list of documents is empty; give some or leave it out to retrieve.")
         return [(chunk, None) for chunk in given], []
@@ -282,7 +296,9 @@ class RagPipeline:
         """The chunk as it will be used: stored KV where there is some, fresh rows and the reason elsewhere."""
         if policy is Policy.FULL:
             return Segment(SegmentRole.CHUNK, chunk.token_ids)
-        prefixes = dict.fromkeys([self._prefix, self._template.bos_ids()])
+        prefixes = {self._prefix: None}
+        if bos := self._template.bos_ids():
+            prefixes[bos] = None
         identity, reason = self.store.find(self.runner.fingerprint, chunk.token_ids, list(prefixes))
         return Segment(SegmentRole.CHUNK, chunk.token_ids, identity, reason.value if reason is not None else None)
 
@@ -292,9 +308,19 @@ class RagPipeline:
         outcome = self._loop.submit(prepared.request, on_tokens)
         missed = [s.token_ids for s in prepared.request.plan.segments if s.reason is not None]
         if self.config.collect_missed and missed:
-            collect = lambda: self.runner.collect(missed, self._prefix)  # noqa: E731
-            outcome.add_done_callback(lambda _: self._loop.post(collect))
+            outcome.add_done_callback(lambda _: self._collect_later(missed))
         return outcome
+
+    def _collect_later(self, missed: Sequence[tuple[int, ...]]) -> None:
+        def collect() -> None:
+            try:
+                self.runner.collect(missed, self._prefix)
+            except Exception:
+                # Nobody waits for it, and no question may fail because of it.
+                logger.exception("%d chunks that a question missed could not be collected", len(missed))
+
+        with contextlib.suppress(PipelineError):
+            self._loop.post(collect)
 
     def _detokenizer(self, prepared: Prepared) -> Detokenizer:
         return Detokenizer(self._tokenizer, prepared.request.sampling.stop)
@@ -310,3 +336,14 @@ class RagPipeline:
             retrieval_ms=prepared.retrieval_ms,
         )
         return Answer(prepared.question, detokenizer.text().strip(), prepared.sources, meta)
+
+
+def _documents(given: Iterable[Any]) -> Iterator[Document]:
+    """Documents of whatever shape as ours.
+
+    Raises:
+        PipelineError: for a single string or mapping, whose items would be taken for documents.
+    """
+    if isinstance(given, str | bytes | Mapping):
+        raise PipelineError(f"The documents are a single {type(given).__name__}; give a list of documents.")
+    return map(Document.from_any, given)

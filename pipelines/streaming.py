@@ -41,6 +41,8 @@ class AnswerStream:
             while (token_ids := self._tokens.get()) is not None:
                 if piece := self._detokenizer.add(token_ids):
                     yield piece
+            # For whoever iterates again: the end, instead of a wait for tokens that never come.
+            self._tokens.put(None)
             self.answer  # noqa: B018 - a request that failed raises here, not at some later call
             if piece := self._detokenizer.finish():
                 yield piece

@@ -37,7 +37,8 @@ def model_fingerprint(config: Any, kv_dtype: str, folder: Path | None) -> str:
 
     The weights enter as file sizes, safetensors headers and `SAMPLES_PER_FILE` sampled mebibytes a file, so that
     a model of any size is identified in well under a second. A model without a folder (dummy or hand-made
-    weights) gets a nonce of this process; its chunks must not reach a disk that outlives it.
+    weights) gets a nonce at every call, so that no two share a chunk; its chunks must not reach a disk that
+    outlives it.
 
     Args:
         config: a transformers configuration.
@@ -51,14 +52,9 @@ def model_fingerprint(config: Any, kv_dtype: str, folder: Path | None) -> str:
     described["kv_dtype"] = kv_dtype
     described["lora"] = None
     described["format_version"] = FORMAT_VERSION
-    described["weights"] = _weights(folder) if folder is not None else f"nonce:{_process_nonce()}:{id(config)}"
+    described["weights"] = _weights(folder) if folder is not None else f"nonce:{uuid.uuid4().hex}"
     text = json.dumps(described, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-@lru_cache(maxsize=1)
-def _process_nonce() -> str:
-    return uuid.uuid4().hex
 
 
 def _weights(folder: Path) -> list[tuple[str, str]]:

@@ -30,13 +30,14 @@ def load_model(folder: Path, dtype: str, device: str) -> Any:
 
     Raises:
         UnsupportedModelError: for a model or RoPE variant that is not supported.
-        BlendError: if the folder holds no loadable model.
+        BlendError: if the folder holds no loadable model or the device is not there.
     """
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise BlendError(f"No model configuration could be read from {folder}: {_first_line(error)}") from error
     require_supported(config)
+    _require_device(device)
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch_dtype(dtype))
     except (OSError, RuntimeError) as error:
@@ -61,6 +62,13 @@ def end_of_sequence_ids(model: Any) -> frozenset[int]:
     if ids is None:
         return frozenset()
     return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _require_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise BlendError(f"Device '{device}' cannot be used here: {_first_line(error)}; use cpu.") from error
 
 
 def _first_line(error: Exception) -> str:

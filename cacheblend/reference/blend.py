@@ -109,7 +109,9 @@ class BlendedPrefill:
         if not asking:
             return {}
         tally = question_tally(asking, self._forward.device)
-        rows = [SequenceRows(s, torch.cat([self._fresh(s), self._tail(s)])) for s in asking]
+        # Forced ids do not choose: an answer that is decoded has no say either.
+        asked = [self._tail(s)[: s.plan.question.length] for s in asking]
+        rows = [SequenceRows(s, torch.cat([self._fresh(s), q])) for s, q in zip(asking, asked, strict=True)]
         self._forward.run(RowBatch(rows), placements.ensure, tally)
         return {s.id: tally[s.id][Candidates.of_plan(s.plan).positions.to(self._forward.device)] for s in asking}
 

@@ -29,7 +29,7 @@ class ChunkCollector:
 
     @torch.inference_mode()
     def collect(self, identities: Sequence[ChunkIdentity]) -> Iterator[ChunkKV]:
-        """KV of each chunk, in order, computed in batches of about `MAX_BATCH_ROWS` rows.
+        """KV of each chunk, in order, computed in batches of at most `MAX_BATCH_ROWS` rows, or of one chunk.
 
         Args:
             identities: chunks that share one prefix.
@@ -79,10 +79,12 @@ def _batches(identities: Sequence[ChunkIdentity]) -> Iterator[list[ChunkIdentity
     batch: list[ChunkIdentity] = []
     rows = 0
     for identity in identities:
-        if batch and rows + len(identity.token_ids) > MAX_BATCH_ROWS:
+        # The prefix's rows are not computed again, but every sequence holds a copy of their KV.
+        held = identity.base_position + len(identity.token_ids)
+        if batch and rows + held > MAX_BATCH_ROWS:
             yield batch
             batch, rows = [], 0
         batch.append(identity)
-        rows += len(identity.token_ids)
+        rows += held
     if batch:
         yield batch

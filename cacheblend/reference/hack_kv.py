@@ -56,7 +56,8 @@ def plan_from_old_kvs(
         The plan and the one chunk it reuses.
 
     Raises:
-        BlendError: if `suffix_len` leaves nothing to reuse or no question, or `old_kvs` are absent or too short.
+        BlendError: if `suffix_len` leaves nothing to reuse or no question, or `old_kvs` are absent, too short or of
+            another shape.
     """
     suffix = metadata["suffix_len"]
     reusable = len(token_ids) - suffix
@@ -69,6 +70,13 @@ def plan_from_old_kvs(
         raise BlendError(
             f"cache_fuse_metadata['check'] needs runner.old_kvs with [k, v] of all {forward.num_layers} layers; "
             "collect them from hack_kv first."
+        )
+    width = forward.kv_heads * forward.head_dim
+    strange = next((part for layer in old_kvs for part in layer if part.dim() != 2 or part.shape[1] != width), None)
+    if strange is not None:
+        raise BlendError(
+            f"old_kvs hold a tensor of shape {list(strange.shape)}, but k and v of a layer are [tokens, {width}]; "
+            "collect them from hack_kv of this model."
         )
     rows = min(len(part) for layer in old_kvs for part in layer)
     if rows < reusable:

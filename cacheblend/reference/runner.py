@@ -14,7 +14,7 @@ from cacheblend.metadata import CacheFuseMetadata
 from cacheblend.models.fingerprint import model_fingerprint
 from cacheblend.models.loading import end_of_sequence_ids, load_model, load_tokenizer
 from cacheblend.models.support import require_supported
-from cacheblend.plan import BlendPlan, full_prefill_plan, require_fits
+from cacheblend.plan import BlendPlan, full_prefill_plan, require_fits, require_known
 from cacheblend.protocols import BlendReport, FinishReason, StepOutput
 from cacheblend.reference import sequence as states
 from cacheblend.reference.blend import BlendedPrefill
@@ -40,6 +40,7 @@ class ReferenceRunner:
 
     Raises:
         UnsupportedModelError: for a model or RoPE variant the gates do not cover.
+        BlendError: for a model without a folder over a store that writes to disk.
     """
 
     def __init__(
@@ -50,6 +51,11 @@ class ReferenceRunner:
         folder: Path | None = None,
     ) -> None:
         require_supported(model.config)
+        if folder is None and store is not None and store.disk is not None:
+            raise BlendError(
+                "A model without a folder cannot be recognised by another process, so its KV must not reach a disk; "
+                "save the model and name its folder, or use a store in memory: ChunkStore(None, ...)."
+            )
         self._forward = RowsForward(model)
         self._store = store
         self._blend = BlendedPrefill(self._forward, store)
@@ -111,16 +117,15 @@ class ReferenceRunner:
         """See `ModelRunner.collect`."""
         if self._store is None:
             raise BlendError("Chunks cannot be collected without a store; give the runner one.")
+        for chunk in chunks:
+            self._require_collectable(chunk, prefix)
         identities = [ChunkIdentity(self._fingerprint, tuple(prefix), tuple(chunk)) for chunk in chunks]
-        for identity in identities:
-            self._require_collectable(identity)
         by_key = {identity.key: identity for identity in identities}
         with self._store.claim(list(by_key)) as claim:
-            mine = claim.mine
-            while mine:
-                for chunk in self._collector.collect([by_key[key] for key in mine]):
-                    self._store.put(chunk)
-                mine = claim.wait()
+            self._compute([by_key[key] for key in claim.mine], self._store)
+            # What another asker computes is waited for, and taken over where it fails.
+            while taken_over := claim.wait():
+                self._compute([by_key[key] for key in taken_over], self._store)
         return [identity.key for identity in identities]
 
     def prefill(
@@ -137,7 +142,7 @@ class ReferenceRunner:
         if sampling.stop and not self._stopping.knows_text:
             raise BlendError("Stop strings need a tokenizer, and this model folder has none; use stop_token_ids.")
         sequence = self._sequence(sequence_id, prompt, sampling)
-        require_fits(sequence.plan.length, sampling.max_tokens, self.max_model_len)
+        self._require_servable(sequence)
         self._sequences[sequence_id] = sequence
         return sequence_id
 
@@ -175,6 +180,7 @@ class ReferenceRunner:
     def release(self, sequence_id: str) -> None:
         """See `ModelRunner.release`."""
         self._sequences.pop(sequence_id, None)
+        self._aborted.discard(sequence_id)
         self._sampler.forget(sequence_id)
 
     def generate(self, token_ids: Sequence[int], sampling: SamplingParams | None = None) -> list[int]:
@@ -185,9 +191,11 @@ class ReferenceRunner:
         """
         sequence_id = self.prefill(token_ids, sampling)
         sequence = self._sequences[sequence_id]
-        while sequence.state is not states.SequenceState.FINISHED:
-            self.step()
-        self.release(sequence_id)
+        try:
+            while sequence.state is not states.SequenceState.FINISHED:
+                self.step()
+        finally:
+            self.release(sequence_id)
         return sequence.generated
 
     def score(self, plan: BlendPlan, answer: Sequence[int] = ()) -> tuple[torch.Tensor, BlendReport]:
@@ -204,6 +212,10 @@ class ReferenceRunner:
         sequence = states.Sequence("score", plan, SamplingParams(max_tokens=1), forced=tuple(answer))
         (logits,) = self._blend.run([sequence])
         return logits.log_softmax(-1), sequence.report
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(self._forward.model.config.vocab_size)
 
     def _sequence(
         self, sequence_id: str, prompt: BlendPlan | Sequence[int], sampling: SamplingParams
@@ -228,7 +240,7 @@ class ReferenceRunner:
     def _decode(self, decoding: list[states.Sequence]) -> Iterator[tuple[states.Sequence, torch.Tensor]]:
         if not decoding:
             return
-        ends = [torch.tensor([len(s.token_ids) - 1], device=self._forward.device) for s in decoding]
+        ends = [torch.tensor([len(s) - 1], device=self._forward.device) for s in decoding]
         rows = RowBatch([SequenceRows(s, end) for s, end in zip(decoding, ends, strict=True)])
         logits = self._forward.logits(self._forward.run(rows), torch.arange(len(decoding)))
         yield from zip(decoding, logits, strict=True)
@@ -236,12 +248,24 @@ class ReferenceRunner:
     def _in_state(self, state: states.SequenceState) -> list[states.Sequence]:
         return [s for s in self._sequences.values() if s.state is state]
 
-    def _require_collectable(self, identity: ChunkIdentity) -> None:
-        if not identity.token_ids:
+    def _compute(self, missing: Sequence[ChunkIdentity], store: ChunkStore) -> None:
+        for chunk in self._collector.collect(missing):
+            store.put(chunk)
+
+    def _require_servable(self, sequence: states.Sequence) -> None:
+        """Refuse, while it concerns this prompt alone, what would fail in the middle of a step."""
+        plan = sequence.plan
+        require_fits(plan.length, sequence.sampling.max_tokens, self.max_model_len)
+        require_known(plan.token_ids, self._vocabulary)
+        if plan.selector is not None:
+            plan.selector.shares(self._forward.num_layers)
+
+    def _require_collectable(self, chunk: Sequence[int], prefix: Sequence[int]) -> None:
+        if not chunk:
             raise BlendError("A chunk has no tokens; leave it out.")
-        rows = identity.base_position + len(identity.token_ids)
-        if rows > self.max_model_len:
+        require_known((*prefix, *chunk), self._vocabulary)
+        if len(prefix) + len(chunk) > self.max_model_len:
             raise BlendError(
-                f"A chunk of {len(identity.token_ids)} tokens behind a prefix of {identity.base_position} does not "
-                f"fit the model's context of {self.max_model_len}; use smaller chunks."
+                f"A chunk of {len(chunk)} tokens behind a prefix of {len(prefix)} does not fit the model's context "
+                f"of {self.max_model_len}; use smaller chunks."
             )

@@ -48,6 +48,9 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     report: BlendReport = field(default_factory=BlendReport)
 
+    def __len__(self) -> int:
+        return self.plan.length + len(self.forced) + len(self.generated)
+
     @property
     def token_ids(self) -> list[int]:
         """Prompt, forced and generated ids in order."""

@@ -26,7 +26,7 @@ class TokenSampler:
         """
         if params.temperature == 0.0:
             return int(logits.argmax())
-        scaled = _keep_top_k(logits.float().cpu() / params.temperature, params.top_k)
+        scaled = _keep_top_k(_at_temperature(logits, params.temperature), params.top_k)
         probabilities = _keep_nucleus(scaled.softmax(-1), params.top_p)
         return int(torch.multinomial(probabilities, 1, generator=self._generator(sequence_id, params)))
 
@@ -43,6 +43,12 @@ class TokenSampler:
                 generator.manual_seed(params.seed)
             self._generators[sequence_id] = generator
         return self._generators[sequence_id]
+
+
+def _at_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[vocabulary] float64, 0 at most: however low the temperature, the likeliest token stays finite."""
+    wide = logits.double().cpu()
+    return (wide - wide.max()) / temperature
 
 
 def _keep_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:

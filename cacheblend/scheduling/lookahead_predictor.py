@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from cacheblend.protocols import Advice, CandidatesSeen, PredictorEvent, QuestionFinished, QuestionQueued
+from collections.abc import Iterator
+
+from cacheblend.protocols import (
+    Advice,
+    CandidatesSeen,
+    PredictorEvent,
+    QuestionFinished,
+    QuestionQueued,
+    QuestionStarted,
+)
 from kvstore.key import ChunkIdentity, ChunkKey
 
 CANDIDATE_CONFIDENCE = 0.25
@@ -12,8 +21,9 @@ CANDIDATE_CONFIDENCE = 0.25
 class LookAheadPredictor:
     """Implements `cacheblend.protocols.SpeculativePredictor`.
 
-    A chunk of the n-th question in the queue has confidence 1/n; candidates beyond top-k come after, falling with
-    their rank. Generated tokens are not used.
+    A chunk of the n-th question in the queue has confidence 1/n; the r-th candidate beyond its top-k has
+    `CANDIDATE_CONFIDENCE` / (n * r). A chunk that is both, or several times, has the highest of these. Generated
+    tokens are not used.
     """
 
     def __init__(self) -> None:
@@ -26,16 +36,24 @@ class LookAheadPredictor:
             self._queued[event.request_id] = event.chunks
         elif isinstance(event, CandidatesSeen):
             self._candidates[event.request_id] = event.chunks
-        elif isinstance(event, QuestionFinished):
+        elif isinstance(event, QuestionStarted | QuestionFinished):
             self._queued.pop(event.request_id, None)
             self._candidates.pop(event.request_id, None)
 
     def advice(self, limit: int) -> list[Advice]:
         """See `SpeculativePredictor.advice`."""
         best: dict[ChunkKey, Advice] = {}
-        for place, (request_id, chunks) in enumerate(self._queued.items(), start=1):
-            for chunk in chunks:
-                best.setdefault(chunk.key, Advice(chunk, 1.0 / place))
-            for rank, chunk in enumerate(self._candidates.get(request_id, ()), start=1):
-                best.setdefault(chunk.key, Advice(chunk, CANDIDATE_CONFIDENCE / (place * rank)))
+        for piece in [*self._wanted(), *self._nearly_wanted()]:
+            known = best.get(piece.chunk.key)
+            if known is None or known.confidence < piece.confidence:
+                best[piece.chunk.key] = piece
         return sorted(best.values(), key=lambda piece: -piece.confidence)[:limit]
+
+    def _wanted(self) -> Iterator[Advice]:
+        for place, chunks in enumerate(self._queued.values(), start=1):
+            yield from (Advice(chunk, 1.0 / place) for chunk in chunks)
+
+    def _nearly_wanted(self) -> Iterator[Advice]:
+        for place, request_id in enumerate(self._queued, start=1):
+            for rank, chunk in enumerate(self._candidates.get(request_id, ()), start=1):
+                yield Advice(chunk, CANDIDATE_CONFIDENCE / (place * rank))

@@ -126,6 +126,8 @@ class LruScheduler:
             if key not in self._catalogue or key in self._loading or self._catalogue.on_host(key):
                 continue
             size = self._catalogue.nbytes(key)
+            if size > self._budget:
+                continue
             shortage = self.host_bytes - leaving + size - self._budget
             victims = self._ordering.victims(shortage, kept)
             if shortage > 0 and not victims:

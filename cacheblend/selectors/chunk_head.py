@@ -43,12 +43,14 @@ class ChunkHeadSelector(Selector):
         """See `Selector.choose`; a share above 0 counts per chunk, 0 means `tokens` rows."""
         if self.ratio is None:
             return candidates.offsets < self.tokens
-        return candidates.offsets < torch.ceil(candidates.chunk_lengths * share)
+        heads = {length: _head_rows(share, length) for length in set(candidates.chunk_lengths.tolist())}
+        rows = torch.tensor([heads[length] for length in candidates.chunk_lengths.tolist()], dtype=torch.int64)
+        return candidates.offsets < rows
 
     def expected_rows(self, chunk_lengths: Sequence[int]) -> int:
         """See `Selector.expected_rows`."""
         if self.ratio is not None:
-            return sum(ceil(self.ratio * length) for length in chunk_lengths)
+            return sum(_head_rows(self.ratio, length) for length in chunk_lengths)
         return sum(min(self.tokens, length) for length in chunk_lengths)
 
     @property
@@ -60,3 +62,8 @@ class ChunkHeadSelector(Selector):
     def spec(self) -> str:
         """See `Selector.spec`."""
         return f"{self.name}({self.tokens if self.ratio is None else f'ratio={self.ratio:g}'})"
+
+
+def _head_rows(ratio: float, length: int) -> int:
+    """Rows of a chunk's head; a product that only rounding lifts above a whole number is that number."""
+    return ceil(round(ratio * length, 6))

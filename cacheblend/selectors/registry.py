@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cacheblend.errors import BlendError
-from cacheblend.selectors.base import Selector
+from cacheblend.selectors.base import Selector, require_ratio
 from cacheblend.selectors.chunk_head import ChunkHeadSelector
 from cacheblend.selectors.composed import HeadsThenSelector
 from cacheblend.selectors.deviation import DeviationSelector
@@ -63,4 +63,6 @@ def make_selector(name: str, ratio: float | None = None, head_tokens: int | None
         raise BlendError(f"Selector '{name}' is unknown; use one of {', '.join(SELECTOR_NAMES)}.")
     if ratio is not None and name in _FIXED and ratio != _FIXED[name]:
         raise BlendError(f"Selector '{name}' takes no ratio (got {ratio}); leave it out or use another selector.")
+    if ratio is not None:
+        require_ratio(ratio)
     return maker(ratio, head_tokens)

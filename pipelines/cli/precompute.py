@@ -69,7 +69,7 @@ def precompute_chunk_cache(
         print_json(account)
     else:
         print_table(summary_table(summary, len(documents), str(config.cache_dir)))
-    if summary.not_on_disk:
+    if summary.not_on_disk or summary.not_kept:
         raise typer.Exit(NOT_KEPT)
 
 
@@ -87,6 +87,8 @@ def summary_table(summary: PrecomputeSummary, documents: int, cache_dir: str) ->
         table.add_row("time", f"{summary.seconds:,.1f} s ({rate:,.0f} tokens/s)")
     for reason, count in summary.not_on_disk.items():
         table.add_row("not kept on disk", f"{count:,} ({reason})")
+    if summary.not_kept:
+        table.add_row("kept nowhere", f"{summary.not_kept:,}")
     table.add_row("cache folder", cache_dir)
     return table
 

@@ -82,9 +82,7 @@ def test_a_cpus_time_table_states_ratios_only() -> None:
 
 def test_a_gpus_time_table_states_milliseconds_too() -> None:
     lines = time_table([ARMS[3]], absolute=True).splitlines()
-    assert lines[0] == (
-        "| arm | TTFT over full prefill's | TTFT p50, ms | TTFT p95, ms | load, ms | recompute, ms |"
-    )
+    assert lines[0] == ("| arm | TTFT over full prefill's | TTFT p50, ms | TTFT p95, ms | load, ms | recompute, ms |")
     assert lines[2] == "| deviation 15 % | 0.250 | 37.5 | 45.0 | 6.0 | 22.5 |"
 
 

@@ -120,9 +120,7 @@ def test_a_token_of_no_probability_costs_nothing_and_one_ruled_out_costs_everyth
     assert kl_divergence(even, certain) == math.inf
 
 
-@pytest.mark.parametrize(
-    "values", [np.zeros(8), np.array([2.0, 1.0]), np.full(3, np.nan), np.full(3, -np.inf)]
-)
+@pytest.mark.parametrize("values", [np.zeros(8), np.array([2.0, 1.0]), np.full(3, np.nan), np.full(3, -np.inf)])
 def test_what_is_not_a_distribution_is_refused(values) -> None:
     with pytest.raises(EvalError, match="must sum to 1 over the vocabulary"):
         kl_divergence(values, values)

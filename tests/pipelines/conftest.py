@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,40 +77,29 @@ def tiny_options(tiny_rag_model: Path, tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def tiny_llm(make_tiny_model: Callable[..., Any], smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny random Llama whose answers depend on every document, with SmolLM2's tokenizer.
-
-    Its embeddings are not tied, so that it does not merely repeat its last token.
-    """
+def tiny_llm(
+    make_tiny_model: Callable[..., Any], tiny_rag_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of a deeper tiny Llama, whose answers depend on every document; its context is 2048 tokens."""
     folder = tmp_path_factory.mktemp("tiny_llm") / "model"
-    make_tiny_model("llama-default", vocab_size=49152, max_position_embeddings=2048).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (smollm2 / name).exists():
-            shutil.copyfile(smollm2 / name, folder / name)
+    shutil.copytree(tiny_rag_model, folder)
+    make_tiny_model("llama-default", vocab_size=VOCABULARY, max_position_embeddings=2048).save_pretrained(folder)
     return folder
 
 
-@pytest.fixture(scope="session")
-def one_tokenizer_and_embedder(minilm: Path) -> Iterator[Callable[[], Any]]:
-    """Reads each tokenizer and the embedder once for all tests: that is most of a pipeline's start."""
-    from functools import cache
-
-    import cacheblend.models.loading
+@cache
+def _embedder(folder: Path) -> Any:
     from retrieval.embedding import SentenceEmbedder
 
-    class Cached:
-        from_pretrained = staticmethod(cache(cacheblend.models.loading.AutoTokenizer.from_pretrained))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cacheblend.models.loading, "AutoTokenizer", Cached)
-        yield cache(lambda: SentenceEmbedder(minilm))
+    return SentenceEmbedder(folder)
 
 
 @pytest.fixture(scope="module")
-def make_rag(
-    tiny_llm: Path, one_tokenizer_and_embedder: Callable[[], Any], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., Any]]:
-    """Makes pipelines over the tiny model, each on a cache of its own unless told otherwise; closed at the end."""
+def make_rag(tiny_llm: Path, minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """Makes pipelines over the tiny model, each on a cache of its own unless told otherwise; closed at the end.
+
+    They share one embedder, which takes longer to read than the model.
+    """
     from pipelines.rag import RagPipeline
 
     made: list[RagPipeline] = []
@@ -122,13 +112,13 @@ def make_rag(
             "engine": "reference",
             "cache_dir": None if "cache_dir" in settings else tmp_path_factory.mktemp("kv"),
             "index_dir": None,
-            "chunk_tokens": 64,
+            "chunk_tokens": 128,
             "top_k": 3,
             "candidates": 2,
             "max_tokens": 6,
         }
         made.append(RagPipeline.from_documents(documents, **{**defaults, **settings}))
-        made[-1]._corpus._load_embedder = one_tokenizer_and_embedder
+        made[-1]._corpus._load_embedder = lambda: _embedder(minilm)
         return made[-1]
 
     yield make

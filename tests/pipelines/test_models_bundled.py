@@ -77,9 +77,7 @@ def test_white_space_before_a_digit_is_one_token_as_in_the_published_tokenizer(t
     assert tokenizer.tokenize("a  12\n\n3") == ["a", "ĠĠ", "1", "2", "ĊĊ", "3"]
 
 
-def test_the_chat_template_and_the_special_tokens_are_the_published_ones(
-    model_folder: Path, tokenizer
-) -> None:
+def test_the_chat_template_and_the_special_tokens_are_the_published_ones(model_folder: Path, tokenizer) -> None:
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     assert tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] == PUBLISHED_CHAT_IDS
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
@@ -106,9 +104,7 @@ def test_the_record_states_wheel_checksum_licence_and_versions(model_folder: Pat
     assert record["files"]["model.safetensors"] == (model_folder / "model.safetensors").stat().st_size
 
 
-def test_a_cached_model_needs_neither_pip_nor_the_wheel(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_model_needs_neither_pip_nor_the_wheel(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     before = {path.name: path.stat().st_mtime_ns for path in model_folder.iterdir()}
     assert resolve_model(DEFAULT_MODEL) == model_folder

@@ -1,0 +1,141 @@
+"""`LruScheduler` beside a real store, in any order of calls: budget, pins and catalogue always hold."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from cacheblend_samples import BYTES_PER_TOKEN, identity_of, plan_of, tiny_kv
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cacheblend.plan import Policy
+from cacheblend.protocols import Advice
+from cacheblend.scheduling.lru_scheduler import LruScheduler
+from cacheblend.selectors import make_selector
+from kvstore.errors import ChunkUnavailable
+from kvstore.store import ChunkStore
+from kvstore.tiers import Tier
+
+CHUNKS = [identity_of(seed, tokens) for seed, tokens in enumerate((2, 4, 4, 6, 8, 10), start=1)]
+INDEXES = st.lists(st.integers(0, len(CHUNKS) - 1), min_size=1, max_size=4)
+
+
+class SchedulerBesideStore(RuleBasedStateMachine):
+    """Does what the engine does with the scheduler's decisions, and what other askers do to the store meanwhile."""
+
+    @initialize(budget=st.integers(0, 24), on_disk=st.booleans(), before=INDEXES)
+    def start(self, budget, on_disk, before):
+        self.folder = Path(tempfile.mkdtemp()) if on_disk else None
+        self.budget = budget * BYTES_PER_TOKEN
+        self.store = ChunkStore(self.folder, self.budget)
+        for index in before:
+            self.store.put(tiny_kv(CHUNKS[index]))
+        self.scheduler = LruScheduler(self.budget, self.store.records())
+        self.store.subscribe(self.scheduler.on_event)
+        self.requests = {}
+        self.flying = {}
+        self.count = 0
+
+    def carry_out(self, loads, evictions, pinned):
+        gone = {eviction.key for eviction in evictions}
+        assert len(gone) == len(evictions), "a chunk was evicted twice in one decision"
+        assert not gone & pinned, "a pinned chunk was evicted"
+        for key in gone:
+            assert self.store.evict(key, Tier.HOST) > 0, "what was evicted was not there"
+        assert not loads or self.scheduler.host_bytes <= self.budget, "more was decided than the budget allows"
+        for chunk in loads:
+            assert chunk.key not in self.flying, "a load in flight was decided again"
+            self.flying[chunk.key] = chunk
+
+    def pinned_keys(self):
+        return {key for plan, _ in self.requests.values() for key in plan.keys}
+
+    @rule(indexes=INDEXES, policy=st.sampled_from(list(Policy)), name=st.sampled_from(["none", "query", "full"]))
+    def admit(self, indexes, policy, name):
+        plan = plan_of([CHUNKS[i] for i in indexes], make_selector(name))
+        servable = {chunk.key for chunk in CHUNKS if self.store.lookup(chunk) is not None}
+        admission = self.scheduler.admit(str(self.count), plan, policy)
+        reused = set(admission.plan.keys)
+        if policy is Policy.BLEND:
+            assert reused == set(plan.keys) & servable
+        assert reused <= servable
+        assert {chunk.key for chunk in admission.loads} <= reused
+        missing = [s.identity.key not in servable for s in plan.segments if s.identity is not None]
+        if policy is not Policy.FULL:
+            assert admission.plan.fallback_reasons.count("missing") == sum(missing)
+        self.requests[str(self.count)] = (admission.plan, self.store.pin(admission.plan.keys))
+        self.count += 1
+        self.carry_out(admission.loads, admission.evictions, self.pinned_keys())
+
+    @rule(indexes=INDEXES)
+    def advise(self, indexes):
+        chunks = [CHUNKS[i] for i in indexes]
+        step = self.scheduler.step([Advice(chunk, 0.5) for chunk in chunks])
+        self.carry_out(step.promotions, step.evictions, self.pinned_keys() | {chunk.key for chunk in chunks})
+
+    @precondition(lambda self: self.flying)
+    @rule(data=st.data(), cancelled=st.booleans())
+    def end_a_load(self, data, cancelled):
+        chunk = self.flying.pop(data.draw(st.sampled_from(sorted(self.flying))))
+        if cancelled:
+            self.scheduler.on_not_loaded(chunk.key)
+            return
+        try:
+            self.store.load(chunk)
+        except ChunkUnavailable as gone:
+            sound = gone.reason.value == "host_budget"
+            (self.scheduler.on_not_loaded if sound else self.scheduler.on_unavailable)(chunk.key)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def release(self, data):
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        _, pins = self.requests.pop(name)
+        pins.release()
+        self.scheduler.release(name)
+
+    @rule(index=st.integers(0, len(CHUNKS) - 1))
+    def someone_collects(self, index):
+        self.store.put(tiny_kv(CHUNKS[index]))
+
+    @rule(index=st.integers(0, len(CHUNKS) - 1), tier=st.sampled_from([Tier.HOST, Tier.DISK]))
+    def someone_evicts(self, index, tier):
+        if CHUNKS[index].key not in self.pinned_keys():
+            self.store.evict(CHUNKS[index].key, tier)
+
+    @invariant()
+    def the_catalogue_is_the_store(self):
+        if not hasattr(self, "store"):
+            return
+        catalogue = self.scheduler._catalogue
+        for chunk in CHUNKS:
+            tier = self.store.lookup(chunk)
+            assert (chunk.key in catalogue) == (tier is not None)
+            assert catalogue.on_host(chunk.key) == (tier is Tier.HOST)
+
+    @invariant()
+    def bytes_and_pins_are_what_was_decided(self):
+        if not hasattr(self, "store"):
+            return
+        in_flight = sum(self.scheduler._loading.values())
+        assert self.scheduler.host_bytes - in_flight == self.store.host_bytes_used <= self.budget
+        assert self.scheduler._loading.keys() <= self.flying.keys()
+        assert self.scheduler.pinned() == sum(len(set(plan.keys)) for plan, _ in self.requests.values())
+
+    def teardown(self):
+        if not hasattr(self, "store"):
+            return
+        for name, (_, pins) in self.requests.items():
+            pins.release()
+            self.scheduler.release(name)
+        assert self.scheduler.pinned() == 0
+        assert self.store.pinned_count() == 0
+        if self.folder is not None:
+            shutil.rmtree(self.folder)
+
+
+SchedulerBesideStore.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+test_budget_pins_and_catalogue_hold_in_any_order = SchedulerBesideStore.TestCase
