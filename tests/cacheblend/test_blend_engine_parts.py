@@ -15,6 +15,7 @@ from cacheblend.sampling_params import SamplingParams
 from cacheblend.scheduling.lookahead_predictor import LookAheadPredictor
 from cacheblend.scheduling.lru_scheduler import LruScheduler
 from cacheblend.testing import FakePredictor, FakeRunner
+from kvstore.errors import ChunkUnavailable, UnavailableReason
 from kvstore.store import ChunkStore
 from kvstore.tiers import Tier
 from kvstore.transfer import ThreadPrefetcher
@@ -96,6 +97,21 @@ def test_a_damaged_file_makes_that_chunk_fresh_for_all_who_wait_and_it_is_missin
     assert parts.runner.plans["2"].keys == (C.key,)
     parts.submit("3", plan_of([A, B]))
     assert parts.run()["3"].report.fallback_reasons == ("missing",)
+    assert parts.scheduler.host_bytes == parts.store.host_bytes_used
+
+
+def test_a_read_error_that_passes_makes_a_chunk_fresh_once_and_not_for_ever(parts):
+    load = parts.store.load
+
+    def fail(identity):
+        raise ChunkUnavailable(identity.key, UnavailableReason.UNREADABLE, "input/output error")
+
+    parts.store.load = fail
+    parts.submit("1", plan_of([A]))
+    assert parts.run()["1"].report.fallback_reasons == ("unreadable",)
+    parts.store.load = load
+    parts.submit("2", plan_of([A]))
+    assert parts.run()["2"].report.fallback_reasons == ()
     assert parts.scheduler.host_bytes == parts.store.host_bytes_used
 
 
