@@ -24,7 +24,7 @@ from eval.fidelity.records import ResultLog
 from eval.fidelity.run import RunProgress, run_questions
 from eval.fidelity.settings import open_results
 from eval.fidelity.summary import summarise
-from eval.provenance import ModelIdentity, describe_file, provenance
+from eval.provenance import REPOSITORY, ModelIdentity, describe_code, describe_file, provenance
 from inputs import INVENTED_PATH, DatasetError, Example, load_examples
 from kvstore.errors import StoreError
 from pipelines.config import PipelineConfig, PrefixMode, make_config
@@ -121,6 +121,7 @@ def _settings(
     """Everything the results depend on."""
     config = bench.config
     return {
+        "commit": describe_code(REPOSITORY)["commit"],
         "data": describe_file(arguments["data"]),
         "questions": questions,
         "left_out": left_out,

@@ -2,60 +2,87 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
-ROWS_PER_BLOCK = 128
+MAX_BLOCK_ROWS = 256
+MAX_BLOCK_SPAN = 1024
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Neighbouring rows that attend together.
+
+    Attributes:
+        rows: which of the rows, by their place in order.
+        reach: keys that any of them may see: the last one's position plus one.
+        visible: [rows, reach] bool, True where a row sees a key; None for a whole prefix, which is plainly causal.
+    """
+
+    rows: slice
+    reach: int
+    visible: torch.Tensor | None
+
+
+def row_blocks(positions: torch.Tensor) -> list[RowBlock]:
+    """Divide rows into blocks that read few keys they do not need.
+
+    Args:
+        positions: [n] int64 ascending, distinct, n at least 1.
+
+    Returns:
+        Blocks of at most `MAX_BLOCK_ROWS` rows within `MAX_BLOCK_SPAN` positions; or one block for a whole prefix.
+    """
+    places = positions.tolist()
+    if places[-1] == len(places) - 1:
+        return [RowBlock(slice(0, len(places)), len(places), None)]
+    blocks = []
+    first = 0
+    for row in range(1, len(places) + 1):
+        ends = row == len(places) or row - first == MAX_BLOCK_ROWS or places[row] - places[first] > MAX_BLOCK_SPAN
+        if ends:
+            reach = places[row - 1] + 1
+            visible = torch.arange(reach, device=positions.device) <= positions[first:row, None]
+            blocks.append(RowBlock(slice(first, row), reach, visible))
+            first = row
+    return blocks
 
 
 def attend_rows(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, scaling: float
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, blocks: list[RowBlock], scaling: float
 ) -> torch.Tensor:
     """Attend from each row to every key at or before its position.
 
-    Rows are taken in blocks that read keys only up to the block's last position, so scattered rows cost what
-    their share of a causal prefill costs. Rows that are a whole prefix use the stock causal kernel.
+    A block reads keys only up to its last row, so scattered rows cost about what their share of a causal prefill costs.
 
     Args:
         query: [heads, n, head_dim].
         keys: [kv_heads, m, head_dim]; the key of position p is at index p.
         values: [kv_heads, m, head_dim].
-        positions: [n] int64 ascending, all below m.
+        blocks: the n rows, from `row_blocks`; every reach is at most m.
         scaling: factor on the scores.
 
     Returns:
         [heads, n, head_dim].
     """
-    heads, n, _ = query.shape
-    group = heads // keys.shape[0]
-    if int(positions[-1]) == n - 1:
-        wide_keys, wide_values = (t[:, :n].repeat_interleave(group, 0)[None] for t in (keys, values))
-        out = F.scaled_dot_product_attention(query[None], wide_keys, wide_values, is_causal=True, scale=scaling)
-        return out[0]
-    blocks = [
-        _attend_block(query[:, i : i + ROWS_PER_BLOCK], keys, values, positions[i : i + ROWS_PER_BLOCK], scaling)
-        for i in range(0, n, ROWS_PER_BLOCK)
-    ]
-    return torch.cat(blocks, dim=1)
+    return torch.cat([_attend_block(query[:, b.rows], keys, values, b, scaling) for b in blocks], dim=1)
 
 
 def _attend_block(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, scaling: float
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: RowBlock, scaling: float
 ) -> torch.Tensor:
-    heads, n, dim = query.shape
-    kv_heads = keys.shape[0]
-    group = heads // kv_heads
-    reach = int(positions[-1]) + 1
-    mask = None
-    if n > 1:
-        visible = torch.arange(reach, device=positions.device) <= positions[:, None]
-        mask = visible.repeat(group, 1)
-    # Heads that share a key head become rows of one matrix: each key is read once for the whole group.
-    folded = query.reshape(1, kv_heads, group * n, dim)
     out = F.scaled_dot_product_attention(
-        folded, keys[None, :, :reach], values[None, :, :reach], attn_mask=mask, scale=scaling
+        query[None],
+        keys[None, :, : block.reach],
+        values[None, :, : block.reach],
+        attn_mask=block.visible,
+        is_causal=block.visible is None,
+        scale=scaling,
+        enable_gqa=True,
     )
-    return out.reshape(heads, n, dim)
+    return out[0]
 
 
 def attention_mass(query: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -126,7 +126,7 @@ class RowsForward:
                 sequence, positions = part.sequence, part.positions
                 keys, values = sequence.keys(layer), sequence.values(layer)
                 keys[:, positions], values[:, positions] = k[:, where], v[:, where]
-                out[:, where] = attend_rows(q[:, where], keys, values, positions, scaling)
+                out[:, where] = attend_rows(q[:, where], keys, values, part.blocks, scaling)
                 if tally is not None and sequence.id in tally:
                     asking = positions >= sequence.plan.question.start
                     mass = attention_mass(q[:, where][:, asking], keys, positions[asking], scaling)

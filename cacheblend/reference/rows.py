@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
+from cacheblend.reference.attention import RowBlock, row_blocks
 from cacheblend.reference.sequence import Sequence
 
 
@@ -21,6 +23,11 @@ class SequenceRows:
 
     sequence: Sequence
     positions: torch.Tensor
+
+    @cached_property
+    def blocks(self) -> list[RowBlock]:
+        """The rows as blocks of attention, the same for every layer."""
+        return row_blocks(self.positions)
 
     def token_ids(self) -> torch.Tensor:
         """[n] int64 ids of the rows."""

@@ -59,16 +59,16 @@ def test_g4_recomputing_any_rows_of_exact_kv_changes_nothing(bench, max_error, d
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_g4_an_off_by_one_mask_is_caught(llama, max_error, monkeypatch, shift):
-    exact = attention.attend_rows
+    exact = attention.row_blocks
 
-    def shifted(query, keys, values, positions, scaling):
-        return exact(query, keys, values, (positions + shift).clamp(0, keys.shape[1] - 1), scaling)
+    def shifted(positions):
+        return exact((positions + shift).clamp(0))
 
     chunks = exact_chunks(llama)
     rows = frozenset(range(0, sum(LENGTHS), 3))
     plan = llama.plan(chunks, llama.ids(9, 2), GivenRows(rows))
     want = llama.full(plan.token_ids)
-    monkeypatch.setattr("cacheblend.reference.forward.attend_rows", shifted)
+    monkeypatch.setattr("cacheblend.reference.rows.row_blocks", shifted)
     assert max_error(llama.logits(plan), want) > 1e-2
 
 
