@@ -46,7 +46,7 @@ format: $(SETUP) ## Put the code into its style.
 bench: $(SETUP) ## Measure time to first token: full prefill against blended arms, side by side.
 	$(BIN)/python -m eval.latency
 
-eval-musique: $(SETUP) ## Measure fidelity on the invented questions; DATA=FILE for others.
+eval-musique: $(SETUP) ## Measure fidelity on the invented questions, into results/; DATA=FILE for others.
 	$(BIN)/python -m eval.musique $(if $(DATA),--data $(DATA))
 
 eval-retrieval: $(SETUP) ## Measure retrieval on the invented questions; DATA=FILE for others.

@@ -120,8 +120,12 @@ class BlendEngine:
         """Whether a step would do anything."""
         return bool(self._waiting or self._loading or self._running or self._ended)
 
-    def submit(self, request: EngineRequest) -> None:
+    def submit(self, request: EngineRequest, submitted: float | None = None) -> None:
         """Queue a request.
+
+        Args:
+            request: what to serve.
+            submitted: `time.perf_counter()` when it was asked, from which its times count; now by default.
 
         Raises:
             BlendError: if its id is in use, or prompt and answer do not fit the model's context.
@@ -129,7 +133,7 @@ class BlendEngine:
         if any(request.request_id in group for group in (self._waiting, self._loading, self._running)):
             raise BlendError(f"Request id '{request.request_id}' is in use; give each request its own.")
         require_fits(request.plan.length, request.sampling.max_tokens, self._runner.max_model_len)
-        self._waiting[request.request_id] = _Request(request, time.perf_counter(), request.plan)
+        self._waiting[request.request_id] = _Request(request, submitted or time.perf_counter(), request.plan)
         self._observe(QuestionQueued(request.request_id, _identities(request.plan)))
         if request.candidates:
             self._observe(CandidatesSeen(request.request_id, request.candidates))

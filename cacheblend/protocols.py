@@ -111,6 +111,11 @@ class ModelRunner(Protocol):
         """CacheBlend's switches; they rule prompts given as bare token ids."""
         ...
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV one row takes."""
+        ...
+
     def collect(self, chunks: Sequence[Sequence[int]], prefix: Sequence[int]) -> list[ChunkKey]:
         """Prefill chunks behind `prefix` and put their KV into the store; those already there are skipped.
 

@@ -17,7 +17,7 @@ class SamplingParams:
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_p: nucleus mass in (0, 1]; 1 keeps everything.
         top_k: keep the k likeliest tokens; 0 keeps all.
-        seed: of the sequence's own random generator; None draws a new one.
+        seed: of the sequence's own random generator, 0 to 2**63 - 1; None draws a new one.
         stop: strings that end the sequence; the text is cut before the first one found.
         stop_token_ids: ids that end the sequence; they are returned as its last token.
         ignore_eos: go on after the model's end-of-sequence ids.
@@ -44,6 +44,8 @@ class SamplingParams:
             raise BlendError(f"top_p is {self.top_p}; use a number above 0 and at most 1.")
         if self.top_k < 0:
             raise BlendError(f"top_k is {self.top_k}; use 0 for all tokens or a positive number.")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise BlendError(f"seed is {self.seed}; use a whole number from 0 to 2**63 - 1.")
         if isinstance(self.stop, str):
             raise BlendError(f"stop is the string {self.stop!r}; give a tuple of strings.")
         if any(not text for text in self.stop):

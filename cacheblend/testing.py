@@ -71,6 +71,11 @@ class FakeRunner(ModelRunner):
         self.failure: BaseException | None = None
 
     @property
+    def kv_bytes_per_token(self) -> int:
+        """See `ModelRunner.kv_bytes_per_token`."""
+        return self._bytes_per_token
+
+    @property
     def fingerprint(self) -> str:
         """See `ModelRunner.fingerprint`."""
         return "fake"

@@ -1,6 +1,6 @@
 """Answers the questions of a MuSiQue- or CacheBlend-shaped file with any arms, and reports how faithful they are.
 
-python -m eval.musique --questions 5 --arms full,full-again,reuse,query:0.15 --out results/invented
+python -m eval.musique --questions 5 --arms full,full-again,reuse,query:0.15
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cacheblend.errors import BlendError
 from eval.errors import EvalError
+from eval.failures import one_sentence_for_bad_input
 from eval.fidelity.arms import Row, parse_arms, parse_tiers, report_rows
 from eval.fidelity.bench import FidelityBench, LaidOutQuestion
 from eval.fidelity.outputs import write_report
@@ -25,26 +25,31 @@ from eval.fidelity.run import RunProgress, run_questions
 from eval.fidelity.settings import open_results
 from eval.fidelity.summary import summarise
 from eval.provenance import REPOSITORY, ModelIdentity, describe_code, describe_file, provenance
-from inputs import INVENTED_PATH, DatasetError, Example, load_examples
-from kvstore.errors import StoreError
+from inputs import INVENTED_PATH, Example, load_examples
+from pipelines.cli.failures import INTERRUPTED
 from pipelines.config import PipelineConfig, PrefixMode, make_config
-from pipelines.errors import PipelineError
-from pipelines.models import DEFAULT_MODEL, ModelError
-from retrieval.errors import RetrievalError
+from pipelines.models import DEFAULT_MODEL
 
 DEFAULT_ARMS = "full,full-again,reuse,chunk_head:16,deviation:0.15,query:0.15,chunk_head+query:0.15"
-INPUT_ERRORS = (BlendError, DatasetError, EvalError, ModelError, PipelineError, RetrievalError, StoreError)
+RESULTS = Path("results")
+"""Folder, in the current one, of results that are not sent elsewhere."""
 
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
 def musique(
-    out: Annotated[Path, typer.Option(help="Folder of the results; a second call with the same settings goes on.")],
     data: Annotated[
         Path,
         typer.Option(help="MuSiQue's JSON lines or CacheBlend's JSON array.", show_default="our invented questions"),
     ] = INVENTED_PATH,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the results; a second call with the same settings goes on.",
+            show_default="results/ and the data file's name",
+        ),
+    ] = None,
     questions: Annotated[int | None, typer.Option(min=1, help="Take so many from the top; all by default.")] = None,
     arms: Annotated[
         str, typer.Option(help="full, full-again, reuse, or SELECTOR:PARAMETER as chunk_head:16 or query:0.15.")
@@ -64,10 +69,11 @@ def musique(
 ) -> None:
     """Answer questions over their own contexts with several arms; report fidelity, scores and times.
 
-    Example: python -m eval.musique --questions 3 --out results/invented
+    Example: python -m eval.musique --questions 3
     """
+    out = out or RESULTS / data.stem
     arguments = {**locals(), "prefix": prefix.value}
-    try:
+    with one_sentence_for_bad_input(), _resumable(out):
         config = make_config(
             model=model,
             engine=engine,
@@ -84,12 +90,15 @@ def musique(
         examples = load_examples(data)[:questions]
         with _bench(config) as bench:
             typer.echo(_evaluate(bench, examples, rows, arguments), nl=False)
-    except INPUT_ERRORS as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+
+
+@contextmanager
+def _resumable(out: Path) -> Iterator[None]:
+    try:
+        yield
     except KeyboardInterrupt:
         typer.echo(f"stopped; what was finished is in {out}, and the same command goes on from there", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _evaluate(bench: FidelityBench, examples: Sequence[Example], rows: Sequence[Row], arguments: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ Every question searches all distinct contexts of the data file. A question's gol
 are marked as supporting (MuSiQue) or, where the data do not tell, that hold one of its answers
 (CacheBlend); questions without gold are left out and counted.
 
-    python -m eval.retrieval --data inputs/data/invented_musique.jsonl
+    python -m eval.retrieval
 """
 
 import json
@@ -28,7 +28,7 @@ from eval.errors import EvalError
 from eval.provenance import ModelIdentity, provenance
 from eval.scoring import normalize_answer
 from eval.statistics import Interval, bootstrap_mean
-from inputs import Context, Example, distinct_contexts, load_examples
+from inputs import INVENTED_PATH, Context, Example, distinct_contexts, load_examples
 from pipelines.models import DEFAULT_EMBEDDER, resolve_embedder
 from retrieval.chunk import Chunk
 from retrieval.documents import Document
@@ -39,6 +39,8 @@ RANDOM_DRAWS = 1_000
 EMBEDDED_AT_ONCE = 32
 
 Advance = Callable[[int], None]
+
+app = typer.Typer(add_completion=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +198,12 @@ def _measure(examples: list[Example], embedder: SentenceEmbedder, k: int, seed: 
         return evaluate(examples, index, k, seed, lambda count: progress.advance(asking, count))
 
 
+@app.command()
 def evaluate_retrieval(
-    data: Annotated[Path, typer.Option(help="MuSiQue's JSON lines or CacheBlend's JSON array.")],
+    data: Annotated[
+        Path,
+        typer.Option(help="MuSiQue's JSON lines or CacheBlend's JSON array.", show_default="our invented questions"),
+    ] = INVENTED_PATH,
     embedder: Annotated[
         str, typer.Option(help="A sentence-transformers folder, a hub id or bundled:NAME.")
     ] = DEFAULT_EMBEDDER,
@@ -207,7 +213,7 @@ def evaluate_retrieval(
 ) -> None:
     """Report hit@k and recall@k of the retriever beside random choice.
 
-    Example: python -m eval.retrieval --data inputs/data/invented_musique.jsonl
+    Example: python -m eval.retrieval
     """
     try:
         examples = load_examples(data)
@@ -224,4 +230,4 @@ def evaluate_retrieval(
 
 
 if __name__ == "__main__":
-    typer.run(evaluate_retrieval)
+    app()

@@ -85,21 +85,6 @@ def agrees(prediction: str, full_prefill: str) -> bool:
     return normalize_answer(first_line(prediction)) == normalize_answer(first_line(full_prefill))
 
 
-def agreement(predictions: Sequence[str], full_prefill: Sequence[str]) -> float:
-    """Return the share of questions whose prediction agrees with full prefill's, in 0 to 1.
-
-    Raises:
-        EvalError: the two differ in length, or are empty.
-    """
-    if not predictions or len(predictions) != len(full_prefill):
-        raise EvalError(
-            f"Agreement needs one prediction and one answer of full prefill for each question, "
-            f"not {len(predictions)} and {len(full_prefill)}."
-        )
-    pairs = zip(predictions, full_prefill, strict=True)
-    return sum(agrees(prediction, full) for prediction, full in pairs) / len(predictions)
-
-
 def _best(score: Callable[[str], float], answers: Sequence[str]) -> float:
     if isinstance(answers, str) or not answers:
         raise EvalError(f"A prediction is scored against a list of at least one answer, not {answers!r}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,6 +13,9 @@ from kvstore.host import HostTier
 from kvstore.index import ChunkIndex, IndexEntry
 from kvstore.key import ChunkIdentity, ChunkKey, ShardLayout, content_digest
 from kvstore.tiers import ChunkRecord, Tier
+
+REASONS_KEPT = 16_384
+"""Chunks whose reason for being gone is remembered, those that went last."""
 
 
 class Availability:
@@ -33,7 +37,7 @@ class Availability:
         self._shard = shard
         self._has_disk = has_disk
         self._index = ChunkIndex()
-        self._reasons_gone: dict[ChunkKey, UnavailableReason] = {}
+        self._reasons_gone: OrderedDict[ChunkKey, UnavailableReason] = OrderedDict()
         # Never held while tensors are read or written, nor while listeners run.
         self._lock = threading.RLock()
 
@@ -112,13 +116,13 @@ class Availability:
             entry.on_disk.pop(shard, None)
 
     def remember_why_gone(self, key: ChunkKey, reason: UnavailableReason) -> None:
-        """Why the chunk cannot be served, until it can be again."""
+        """Why the chunk cannot be served, until it can be again or `REASONS_KEPT` others went after it."""
         with self._lock:
             if not self.tiers(key):
-                self._reasons_gone[key] = reason
+                self._keep_reason(key, reason)
 
     def why_gone(self, key: ChunkKey) -> UnavailableReason:
-        """`evicted`, what was wrong with its file, or `missing` when it never was here."""
+        """`evicted`, what was wrong with its file, or `missing` when it never was here or that is forgotten."""
         with self._lock:
             return self._reasons_gone.get(key, UnavailableReason.MISSING)
 
@@ -145,4 +149,10 @@ class Availability:
         if after:
             self._reasons_gone.pop(entry.key, None)
         elif before:
-            self._reasons_gone[entry.key] = UnavailableReason.EVICTED
+            self._keep_reason(entry.key, UnavailableReason.EVICTED)
+
+    def _keep_reason(self, key: ChunkKey, reason: UnavailableReason) -> None:
+        self._reasons_gone[key] = reason
+        self._reasons_gone.move_to_end(key)
+        if len(self._reasons_gone) > REASONS_KEPT:
+            self._reasons_gone.popitem(last=False)

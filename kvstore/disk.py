@@ -76,7 +76,11 @@ class DiskTier:
                 size only, and `missing` when another rank has not published its shard.
         """
         path = self.path_of(identity.key, identity.fingerprint, shard)
-        self._check_complete(identity, shard)
+        try:
+            self._check_complete(identity, shard)
+        except OSError as error:
+            detail = f"{path.parent} cannot be looked into: {error}"
+            raise ChunkUnavailable(identity.key, UnavailableReason.UNREADABLE, detail) from error
         chunk = read_chunk(path, identity, shard)
         # Being read is what "recently used" means to prune; a read-only cache simply does not record it.
         with contextlib.suppress(OSError):
@@ -134,6 +138,8 @@ class DiskTier:
     def prune(self, max_bytes: int | None = None, older_than: float | None = None) -> PruneReport:
         """Remove leftovers and quarantined files, then whole chunks, least recently used first.
 
+        A chunk is used when it is written or read from disk; being served from the host does not count.
+
         Args:
             max_bytes: remove chunks until the files take at most this many bytes.
             older_than: also remove every chunk last used more than this many seconds ago.
@@ -181,7 +187,7 @@ class DiskTier:
         return self.root / name
 
     def _chunk_folders(self) -> list[Path]:
-        return [path for path in listing(self.root) if path.name != QUARANTINE and path.is_dir()]
+        return [path for path in listing(self.root) if path.name != QUARANTINE]
 
     def _create_root(self, require_writable: bool) -> None:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ _NAME = re.compile(r"([0-9a-f]{64})\.(\d+)of(\d+)\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """A finished file, unopened: `nbytes` on disk, `last_used` in seconds since the epoch."""
+    """A finished file, unopened: `nbytes` on disk, `last_used` (written or read) in seconds since the epoch."""
 
     path: Path
     key: ChunkKey
@@ -33,15 +32,20 @@ def shard_file_name(key: ChunkKey, shard: ShardLayout) -> str:
 
 
 def shard_files_in(folder: Path) -> Iterator[ShardFile]:
-    """Every file in the folder with a shard's name, in the order of names."""
+    """Every file in the folder with a shard's name, in the order of names; what cannot be looked at is logged."""
     for path in listing(folder):
         match = _NAME.fullmatch(path.name)
         if match is None or int(match[2]) >= int(match[3]):
             continue
-        with contextlib.suppress(FileNotFoundError):
+        try:
             status = path.stat()
-            shard = ShardLayout(int(match[2]), int(match[3]))
-            yield ShardFile(path, ChunkKey(match[1]), shard, status.st_size, status.st_mtime)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            logger.warning("%s cannot be looked at: %s", path, error)
+            continue
+        shard = ShardLayout(int(match[2]), int(match[3]))
+        yield ShardFile(path, ChunkKey(match[1]), shard, status.st_size, status.st_mtime)
 
 
 def listing(folder: Path) -> list[Path]:
@@ -53,6 +57,14 @@ def listing(folder: Path) -> list[Path]:
     except OSError as error:
         logger.warning("the folder %s cannot be listed: %s", folder, error)
         return []
+
+
+def is_gone(path: Path) -> bool:
+    """Whether there is no such file; False when that cannot be told (a permission, an I/O error)."""
+    try:
+        return not path.exists()
+    except OSError:
+        return False
 
 
 def size_of(path: Path) -> int:

@@ -12,7 +12,7 @@ from kvstore.chunk import ChunkKV
 from kvstore.disk import DiskTier
 from kvstore.errors import ChunkUnavailable, HostBudgetExceeded, StoreError, UnavailableReason
 from kvstore.events import EventQueue, Listener, NotStored, Quarantined
-from kvstore.files import ShardFile
+from kvstore.files import ShardFile, is_gone
 from kvstore.host import HostTier
 from kvstore.key import ChunkIdentity, ChunkKey, ShardLayout
 from kvstore.pins import PinHandle
@@ -216,7 +216,7 @@ class ChunkStore:
         with self._availability.change(identity.key):
             self._deferred_on_disk.discard(identity.key)
             # It was kept, but someone may have evicted it since.
-            if disk.path_of(identity.key, identity.fingerprint, chunk.shard).exists():
+            if not is_gone(disk.path_of(identity.key, identity.fingerprint, chunk.shard)):
                 self._availability.enter_on_disk(identity, chunk.shard, chunk.nbytes)
         return None
 
@@ -290,17 +290,17 @@ class ChunkStore:
                 self._availability.remember_why_gone(file.key, error.reason)
             return
         with self._availability.change(file.key):
-            if file.path.exists():
+            if not is_gone(file.path):
                 self._availability.enter_on_disk(header.identity, header.shard, header.nbytes)
 
     def _forget_absent(self, key: ChunkKey) -> None:
-        """Stop offering those shards of a chunk whose files are gone."""
+        """Stop offering those shards of a chunk whose files are gone; those that cannot be looked at stay."""
         fingerprint, shards = self._availability.on_disk(key)
         if self.disk is None or not shards:
             return
         with self._availability.change(key):
             for shard in shards:
-                if not self.disk.path_of(key, fingerprint, shard).exists():
+                if is_gone(self.disk.path_of(key, fingerprint, shard)):
                     self._availability.leave_disk(key, shard)
 
     def _delete_from_disk(self, key: ChunkKey) -> int:

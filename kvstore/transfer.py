@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from kvstore.errors import ChunkUnavailable, StoreError, UnavailableReason
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from kvstore.store import ChunkStore
 
 logger = logging.getLogger(__name__)
+
+RESULTS_KEPT = 4_096
+"""Chunks whose result `wait` still knows after it was polled, those that finished last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +66,8 @@ class AsyncPrefetcher(Protocol):
         """Wait until none of these chunks is in flight, or for `timeout_s` seconds.
 
         Returns:
-            The latest result of each; without those never started and those still in flight. `poll` sees them
-            too.
+            The latest result of each; without those never started, those still in flight, and those polled
+            before this call if `RESULTS_KEPT` others have finished since. `poll` sees them too.
         """
         ...
 
@@ -99,6 +104,7 @@ class ThreadPrefetcher:
         self._flying: dict[ChunkKey, Future[None]] = {}
         self._latest: dict[ChunkKey, TransferResult] = {}
         self._unpolled: dict[ChunkKey, TransferResult] = {}
+        self._awaited: Counter[ChunkKey] = Counter()
         self._closed = False
 
     def start(self, identities: Sequence[ChunkIdentity]) -> None:
@@ -120,13 +126,18 @@ class ThreadPrefetcher:
         with self._changed:
             finished = list(self._unpolled.values())
             self._unpolled.clear()
+            self._forget_old_results()
             return finished
 
     def wait(self, keys: Sequence[ChunkKey], timeout_s: float | None) -> dict[ChunkKey, TransferResult]:
         """See `AsyncPrefetcher.wait`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._flying.keys().isdisjoint(keys), timeout_s)
-            return {key: self._latest[key] for key in keys if key in self._latest and key not in self._flying}
+            self._awaited.update(keys)
+            try:
+                self._changed.wait_for(lambda: self._flying.keys().isdisjoint(keys), timeout_s)
+                return {key: self._latest[key] for key in keys if key in self._latest and key not in self._flying}
+            finally:
+                self._awaited -= Counter(keys)
 
     def cancel(self, key: ChunkKey) -> bool:
         """See `AsyncPrefetcher.cancel`."""
@@ -169,9 +180,17 @@ class ThreadPrefetcher:
 
     def _finish(self, result: TransferResult) -> None:
         self._flying.pop(result.key, None)
+        self._latest.pop(result.key, None)
         self._latest[result.key] = result
         self._unpolled[result.key] = result
         self._changed.notify_all()
+
+    def _forget_old_results(self) -> None:
+        """After a poll: everything that is known has been polled."""
+        excess = max(len(self._latest) - RESULTS_KEPT, 0)
+        for key in list(islice(self._latest, excess)):
+            if key not in self._awaited:
+                del self._latest[key]
 
 
 def _failed(key: ChunkKey, reason: UnavailableReason) -> TransferResult:

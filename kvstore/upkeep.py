@@ -17,16 +17,24 @@ from kvstore.key import ChunkKey
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One file that is not as it should be.
+    """One file that this process would not serve.
 
-    `removable` marks what a killed writer left behind: never served, removed by `prune` and when a tier is
-    opened. The others are served to nobody either; a process that meets one quarantines it.
+    Attributes:
+        path: the file.
+        reason: why it is not served.
+        detail: one sentence for people.
+        removable: a killed writer left it behind; `prune` removes it, and so does opening a tier.
+        damaged: its content is wrong, so it belongs in quarantine, where a process that meets it puts it.
+
+    What is neither is left alone: a sound file of another format version, or one that cannot be read now (a
+    permission, an I/O error) and may be sound.
     """
 
     path: Path
     reason: UnavailableReason
     detail: str
-    removable: bool
+    removable: bool = False
+    damaged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,8 @@ def remove_leftovers(temps: Iterable[Path]) -> int:
 def remove_least_used(files: Iterable[ShardFile], max_bytes: int | None, older_than: float | None) -> PruneReport:
     """Remove whole chunks, all their shards, least recently used first.
 
+    A chunk is used when it is written or read from disk; being served from the host does not count.
+
     Args:
         files: every file of the tier.
         max_bytes: remove chunks until the files take at most this many bytes.
@@ -87,13 +97,13 @@ def _check(file: ShardFile) -> Problem | None:
         # Another process may have evicted the file since it was listed.
         if error.reason is UnavailableReason.MISSING:
             return None
-        return Problem(file.path, error.reason, error.detail, removable=False)
+        return Problem(file.path, error.reason, error.detail, damaged=error.damaged)
     if header.identity.key != file.key:
         detail = "it holds another chunk than its name says"
-        return Problem(file.path, UnavailableReason.TOKENS_DIFFER, detail, removable=False)
+        return Problem(file.path, UnavailableReason.TOKENS_DIFFER, detail, damaged=True)
     if header.shard != file.shard:
         detail = "it holds another shard than its name says"
-        return Problem(file.path, UnavailableReason.TP_LAYOUT, detail, removable=False)
+        return Problem(file.path, UnavailableReason.TP_LAYOUT, detail, damaged=True)
     return None
 
 

@@ -30,10 +30,11 @@ class AnswerMeta:
     """An honest account of one request.
 
     Attributes:
-        ttft_ms: from the call to the first token: retrieval excluded; queueing, transfer, blending included.
+        ttft_ms: from handing the request over to the first token: retrieval and tokenisation excluded; the wait for
+            the engine's thread, queueing, transfer and blending included.
         tpot_ms: mean time from token to token after the first; None for one token.
         retrieval_ms: time of the retriever; 0 for given documents.
-        queue_ms: time before the prefill began.
+        queue_ms: from handing the request over until the prefill began.
         engine: the engine that ran it.
         mode: "full" or "blend", as it happened.
         policy: what was asked for.

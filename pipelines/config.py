@@ -6,12 +6,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from cacheblend.plan import Policy
 from pipelines.errors import PipelineError
 from pipelines.models import DEFAULT_EMBEDDER, DEFAULT_MODEL
 from pipelines.models.cache import cache_home
+from retrieval.text import clean_text
 
 if TYPE_CHECKING:
     from cacheblend.selectors import Selector
@@ -47,7 +48,8 @@ class PipelineConfig(BaseModel):
         candidates: further chunks looked at for speculative prefetch.
         policy, selector, ratio, head_tokens: how prompts are blended unless a call says otherwise.
         max_tokens: new tokens of an answer unless a call says otherwise.
-        collect_missed: compute the KV of chunks that a question missed, after it was answered.
+        collect_missed: after an answer, compute the KV of the chunks that were missing when its question was laid
+            out; where no tier has room for them (no folder, host full) that is in vain, each time anew.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,6 +74,12 @@ class PipelineConfig(BaseModel):
     head_tokens: int | None = None
     max_tokens: int = Field(default=64, ge=1)
     collect_missed: bool = False
+
+    @field_validator("system_prompt", mode="before")
+    @classmethod
+    def _clean(cls, value: Any) -> Any:
+        # Before pydantic sees it, which takes no lone surrogates: arguments that are not UTF-8 come with them.
+        return clean_text(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _selector_exists(self) -> PipelineConfig:

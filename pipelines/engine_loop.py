@@ -6,6 +6,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class EngineLoop:
         self._thread.start()
 
     def submit(self, request: EngineRequest, on_tokens: OnTokens | None = None) -> Future[RequestOutcome]:
-        """Queue a request.
+        """Queue a request; its times count from now, so they include the wait for the loop.
 
         Args:
             request: what to serve.
@@ -65,13 +66,14 @@ class EngineLoop:
         Raises:
             PipelineError: if the loop is closed.
         """
+        submitted = time.perf_counter()
         pending = _Pending(Future(), on_tokens)
         # An event loop that cancels its own future must not cancel this one, which the loop still resolves.
         pending.outcome.set_running_or_notify_cancel()
 
         def enter() -> None:
             try:
-                self._engine.submit(request)
+                self._engine.submit(request, submitted)
             except ValueError as error:
                 pending.outcome.set_exception(error)
             else:

@@ -21,13 +21,13 @@ Collect = Callable[[Sequence[ChunkIdentity]], None]
 
 @dataclass(frozen=True, slots=True)
 class PrecomputeProgress:
-    """How far a precomputation is: distinct chunks and tokens done, cached ones included, and bytes written."""
+    """How far a precomputation is: distinct chunks and tokens done, cached ones included; bytes of KV computed."""
 
     chunks_done: int
     chunks: int
     tokens_done: int
     tokens: int
-    bytes_written: int
+    kv_bytes: int
 
 
 @dataclass
@@ -42,7 +42,7 @@ class PrecomputeSummary:
         tokens: tokens of the distinct chunks.
         tokens_computed: tokens prefilled now.
         bytes_per_token: bytes of KV one token takes.
-        bytes_written: bytes of KV computed now.
+        kv_bytes: bytes of KV computed now.
         seconds: wall time.
         not_on_disk: chunks that the disk did not take, by reason.
         not_kept: chunks that no tier had room for: they were computed in vain.
@@ -56,7 +56,7 @@ class PrecomputeSummary:
     tokens: int = 0
     tokens_computed: int = 0
     bytes_per_token: int = 0
-    bytes_written: int = 0
+    kv_bytes: int = 0
     seconds: float = 0.0
     not_on_disk: dict[str, int] = field(default_factory=dict)
     not_kept: int = 0
@@ -103,7 +103,7 @@ def precompute_chunks(
     )
     if dry_run:
         summary.computed, summary.tokens_computed = len(missing), _tokens(missing)
-        summary.bytes_written = summary.tokens_computed * bytes_per_token
+        summary.kv_bytes = summary.tokens_computed * bytes_per_token
         return summary
     refused: Counter[str] = Counter()
 
@@ -120,7 +120,7 @@ def precompute_chunks(
             summary.not_kept += sum(store.lookup(identity) is None for identity in batch)
             summary.computed += len(batch)
             summary.tokens_computed += _tokens(batch)
-            summary.bytes_written = summary.tokens_computed * bytes_per_token
+            summary.kv_bytes = summary.tokens_computed * bytes_per_token
         _report(on_progress, summary, missing)
     finally:
         unsubscribe()
@@ -147,6 +147,6 @@ def _report(
             summary.distinct,
             cached_tokens + summary.tokens_computed,
             summary.tokens,
-            summary.bytes_written,
+            summary.kv_bytes,
         )
     )

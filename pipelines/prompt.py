@@ -1,7 +1,8 @@
 """The prompt around the documents: token ids before them and after them.
 
 Chunk boundaries are token boundaries: head, chunks and question are tokenised alone and their ids concatenated. A
-question or a document that spells out a special token is read as plain text: only the template opens turns.
+question or a document that spells out a special token is read as plain text: only the template opens turns. Templates
+that write today's date get a fixed one: the head is part of every chunk's key, which must not change at midnight.
 """
 
 from __future__ import annotations
@@ -10,6 +11,37 @@ from typing import Any
 
 from pipelines.config import PrefixMode
 from pipelines.errors import PipelineError
+
+_FIXED_DATE = {
+    "%Y": "2024",
+    "%y": "24",
+    "%B": "July",
+    "%b": "Jul",
+    "%m": "07",
+    "%-m": "7",
+    "%d": "26",
+    "%-d": "26",
+    "%e": "26",
+    "%j": "208",
+    "%A": "Friday",
+    "%a": "Fri",
+    "%H": "00",
+    "%I": "12",
+    "%p": "AM",
+    "%M": "00",
+    "%S": "00",
+    "%F": "2024-07-26",
+    "%T": "00:00:00",
+}
+"""26 July 2024, the date that Llama's template falls back to, by the directives of `strftime`."""
+
+# A macro, because transformers hands templates no functions of a caller's. The line break at its end is dropped when
+# the template is read, and leaves the model's own template at the beginning of a line, where it was.
+_FIXED_CLOCK = (
+    "{%- macro strftime_now(format) %}{{ format"
+    + "".join(f" | replace('{directive}', '{value}')" for directive, value in _FIXED_DATE.items())
+    + " }}{% endmacro %}\n"
+)
 
 _DOCUMENTS = "\N{OBJECT REPLACEMENT CHARACTER}documents\N{OBJECT REPLACEMENT CHARACTER}"
 
@@ -78,4 +110,9 @@ class PromptTemplate:
         return head, tail
 
     def _render(self, messages: list[dict[str, str]]) -> str:
-        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        template = _FIXED_CLOCK + self._tokenizer.get_chat_template()
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, chat_template=template, tokenize=False, add_generation_prompt=True
+            )
+        )

@@ -5,24 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from cacheblend.engine import BlendEngine
+from cacheblend.assembly import make_engine
 from cacheblend.models.loading import load_tokenizer
 from cacheblend.plan import BlendPlan, Policy, Segment, SegmentRole, require_fits
 from cacheblend.request import EngineRequest, RequestOutcome
 from cacheblend.sampling_params import SamplingParams
-from cacheblend.scheduling.lookahead_predictor import LookAheadPredictor
-from cacheblend.scheduling.lru_scheduler import LruScheduler
 from kvstore.key import ChunkIdentity
 from kvstore.store import ChunkStore
-from kvstore.transfer import ThreadPrefetcher
 from pipelines.answer import Answer, AnswerMeta, Source
 from pipelines.config import PipelineConfig, make_config
 from pipelines.corpus import Corpus
@@ -33,10 +31,12 @@ from pipelines.models import resolve_embedder, resolve_model
 from pipelines.precompute import PrecomputeProgress, PrecomputeSummary, precompute_chunks
 from pipelines.prompt import PromptTemplate
 from pipelines.runners import choose_engine, make_runner
-from pipelines.streaming import AnswerStream, stream_async
+from pipelines.stored_chunks import StoredChunks
+from pipelines.streaming import AnswerStream, AsyncAnswerStream
 from retrieval.chunk import Chunk
 from retrieval.chunking import TokenChunker
 from retrieval.documents import Document
+from retrieval.text import clean_text
 
 if TYPE_CHECKING:
     from retrieval.embedding import SentenceEmbedder
@@ -81,13 +81,14 @@ class RagPipeline:
         if self._tokenizer is None:
             raise PipelineError(f"The model folder {folder} holds no tokenizer; save one there with save_pretrained.")
         self.store = ChunkStore(config.cache_dir, config.host_budget_bytes)
+        self._stored = StoredChunks(self.store)
         self.runner = make_runner(self.engine, folder, self.store, config.dtype, config.device)
         self._template = PromptTemplate(self._tokenizer, config.system_prompt)
         self._prefix = self._template.prefix_ids(config.prefix)
         chunker = TokenChunker(self._tokenizer, size=config.chunk_tokens, overlap=config.chunk_overlap)
         self._corpus = Corpus(chunker, self._load_embedder, config.index_dir)
         self._corpus.add(_documents(documents))
-        self._loop = EngineLoop(self._make_engine())
+        self._loop = EngineLoop(make_engine(self.runner, self.store))
 
     @classmethod
     def from_documents(cls, documents: Iterable[Any], **settings: Any) -> RagPipeline:
@@ -127,12 +128,13 @@ class RagPipeline:
     def precompute(
         self, on_progress: Callable[[PrecomputeProgress], None] | None = None, dry_run: bool = False
     ) -> PrecomputeSummary:
-        """Prefill the corpus's chunks that the store does not have yet.
+        """Prefill the corpus's chunks that the store, looked at anew, does not have yet.
 
         Args:
             on_progress: called every few chunks.
             dry_run: only say what would be done.
         """
+        self.store.refresh()
         return precompute_chunks(
             [self._identity(chunk) for chunk in self.chunks],
             self.store,
@@ -141,6 +143,27 @@ class RagPipeline:
             on_progress,
             dry_run,
         )
+
+    async def aprecompute(
+        self, on_progress: Callable[[PrecomputeProgress], None] | None = None, dry_run: bool = False
+    ) -> PrecomputeSummary:
+        """`precompute` for event loops, on a thread, where it also calls `on_progress`.
+
+        Cancelling it ends it after the chunks that are being computed; these are kept.
+        """
+        cancelled = threading.Event()
+
+        def report(progress: PrecomputeProgress) -> None:
+            if cancelled.is_set():
+                raise PipelineError("The precomputation was cancelled.")
+            if on_progress is not None:
+                on_progress(progress)
+
+        try:
+            return await asyncio.to_thread(self.precompute, report, dry_run)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
 
     def run(self, question: str, **options: Any) -> Answer:
         """Answer a question.
@@ -157,43 +180,46 @@ class RagPipeline:
     def run_batch(self, questions: Sequence[str], **options: Any) -> list[Answer]:
         """Answer several questions, served together; the same options hold for all.
 
+        Ctrl-C, or a question that fails, ends all of them.
+
         Raises:
             PipelineError, BlendError, RetrievalError: if one of them cannot be answered; none is then begun.
         """
         prepared = [self.prepare(question, **options) for question in questions]
-        outcomes = [self._submit(one) for one in prepared]
-        return [self._answer(one, outcome.result()) for one, outcome in zip(prepared, outcomes, strict=True)]
+        with self._ended_together(prepared):
+            outcomes = [self._submit(one) for one in prepared]
+            results = [outcome.result() for outcome in outcomes]
+        return [self._answer(one, result) for one, result in zip(prepared, results, strict=True)]
 
     def stream(self, question: str, **options: Any) -> AnswerStream:
         """Answer a question piece by piece: iterate over the text, then take `.answer`.
 
         Closing the stream early ends the request.
         """
-        prepared = self.prepare(question, **options)
-        stream = AnswerStream(self._detokenizer(prepared), lambda: self._loop.abort(prepared.request.request_id))
-        outcome = self._submit(prepared, stream.put)
-        stream.attach(outcome, lambda result: self._answer(prepared, result))
-        return stream
+        return self._stream(self.prepare(question, **options))
 
     async def arun(self, question: str, **options: Any) -> Answer:
         """`run` for event loops; cancelling it ends the request."""
         return (await self.arun_batch([question], **options))[0]
 
     async def arun_batch(self, questions: Sequence[str], **options: Any) -> list[Answer]:
-        """`run_batch` for event loops; cancelling it ends the requests."""
+        """`run_batch` for event loops; cancelling it, or a question that fails, ends the requests."""
         prepared = [await asyncio.to_thread(self.prepare, question, **options) for question in questions]
-        outcomes = [asyncio.wrap_future(self._submit(one)) for one in prepared]
-        try:
-            results = await asyncio.gather(*outcomes)
-        except asyncio.CancelledError:
-            for one in prepared:
-                self._loop.abort(one.request.request_id)
-            raise
+        with self._ended_together(prepared):
+            results = await asyncio.gather(*[asyncio.wrap_future(self._submit(one)) for one in prepared])
         return [self._answer(one, result) for one, result in zip(prepared, results, strict=True)]
 
-    def astream(self, question: str, **options: Any) -> AsyncIterator[str]:
-        """`stream` for event loops: the pieces of the answer's text."""
-        return stream_async(lambda: self.stream(question, **options))
+    def astream(self, question: str, **options: Any) -> AsyncAnswerStream:
+        """`stream` for event loops: `async for` the pieces of the text, then `await stream.answer()`.
+
+        What the question is refused with is raised there.
+        """
+
+        async def open_stream() -> AnswerStream:
+            # Only the preparation takes time. Cancelled meanwhile, nothing was submitted.
+            return self._stream(await asyncio.to_thread(self.prepare, question, **options))
+
+        return AsyncAnswerStream(open_stream)
 
     def prepare(
         self,
@@ -224,10 +250,13 @@ class RagPipeline:
             BlendError: for an unknown selector, a ratio out of range, or a prompt that does not fit the context.
             RetrievalError: if the corpus is empty, a document has no text, or `top_k` is below 1.
         """
+        # Arguments and input that are not UTF-8 come with lone surrogates, which tokenizers do not take.
+        question = clean_text(question)
         chosen = self._policy(policy)
         blender = self.config.make_selector(selector, ratio, head_tokens)
         question_ids = self._template.question_ids(question)
         sampling = sampling or SamplingParams(max_tokens=self.config.max_tokens)
+        sampling = replace(sampling, stop=tuple(map(clean_text, sampling.stop)))
         require_fits(len(self._template.head_ids) + len(question_ids), sampling.max_tokens, self.runner.max_model_len)
         started = time.perf_counter()
         found, beyond = self._choose_chunks(question, self.config.top_k if top_k is None else top_k, documents)
@@ -253,11 +282,6 @@ class RagPipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _make_engine(self) -> BlendEngine:
-        scheduler = LruScheduler(self.config.host_budget_bytes, self.store.records())
-        prefetcher = ThreadPrefetcher(self.store)
-        return BlendEngine(self.runner, self.store, scheduler, LookAheadPredictor(), prefetcher)
 
     def _load_embedder(self) -> SentenceEmbedder:
         # Imported here because it takes seconds, and precomputing never needs it.
@@ -299,8 +323,24 @@ class RagPipeline:
         prefixes = {self._prefix: None}
         if bos := self._template.bos_ids():
             prefixes[bos] = None
-        identity, reason = self.store.find(self.runner.fingerprint, chunk.token_ids, list(prefixes))
+        identity, reason = self._stored.find(self.runner.fingerprint, chunk.token_ids, list(prefixes))
         return Segment(SegmentRole.CHUNK, chunk.token_ids, identity, reason.value if reason is not None else None)
+
+    def _stream(self, prepared: Prepared) -> AnswerStream:
+        stream = AnswerStream(self._detokenizer(prepared), lambda: self._loop.abort(prepared.request.request_id))
+        outcome = self._submit(prepared, stream.put)
+        stream.attach(outcome, lambda result: self._answer(prepared, result))
+        return stream
+
+    @contextlib.contextmanager
+    def _ended_together(self, prepared: Sequence[Prepared]) -> Iterator[None]:
+        """Whatever ends the wait for these, Ctrl-C and cancelling included, ends their requests: nobody waits."""
+        try:
+            yield
+        except BaseException:
+            for one in prepared:
+                self._loop.abort(one.request.request_id)
+            raise
 
     def _submit(
         self, prepared: Prepared, on_tokens: Callable[[tuple[int, ...]], None] | None = None

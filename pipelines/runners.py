@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from cacheblend.protocols import ModelRunner
 from cacheblend.reference.runner import ReferenceRunner
 from kvstore.store import ChunkStore
 from pipelines.errors import PipelineError
@@ -26,7 +27,7 @@ def choose_engine(name: str) -> str:
     raise PipelineError(f"Engine '{name}' {installed}; use the engine `reference` or `auto`.")
 
 
-def make_runner(engine: str, folder: Path, store: ChunkStore, dtype: str, device: str) -> ReferenceRunner:
+def make_runner(engine: str, folder: Path, store: ChunkStore, dtype: str, device: str) -> ModelRunner:
     """Load the model in `folder` for `engine`, one that `choose_engine` returned.
 
     Raises:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
+from typing import TypeVar
 
 from cacheblend.request import RequestOutcome
 from pipelines.answer import Answer
 from pipelines.detokenizer import Detokenizer
+from pipelines.errors import PipelineError
+
+T = TypeVar("T")
 
 
 class AnswerStream:
@@ -66,12 +70,67 @@ class AnswerStream:
             self._abort()
 
 
-async def stream_async(open_stream: Callable[[], AnswerStream]) -> AsyncIterator[str]:
-    """The pieces of a stream without blocking the event loop; `open_stream` runs on a thread."""
-    stream = await asyncio.to_thread(open_stream)
-    pieces = iter(stream)
-    try:
-        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-            yield piece
-    finally:
-        stream.close()
+class AsyncAnswerStream:
+    """The text of an answer as it is generated, for event loops; iterate once, with `async for`.
+
+    The question is asked when the first piece, or the answer, is waited for. Leaving early, by `aclose`, by
+    cancelling what waits, or by dropping the stream, ends the request.
+
+    Args:
+        open_stream: asks the question; cancelling it asks nothing.
+    """
+
+    def __init__(self, open_stream: Callable[[], Awaitable[AnswerStream]]) -> None:
+        self._open_stream = open_stream
+        # A piece and the answer may be waited for at once, and the question is asked once.
+        self._opening = asyncio.Lock()
+        self._stream: AnswerStream | None = None
+        self._pieces: Iterator[str] = iter(())
+        self._closed = False
+
+    def __aiter__(self) -> AsyncIterator[str]:
+        return self
+
+    async def __anext__(self) -> str:
+        if self._closed:
+            raise StopAsyncIteration
+        await self._opened()
+        piece = await self._wait_for(lambda: next(self._pieces, None))
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    async def answer(self) -> Answer:
+        """The whole answer, with its sources and its account; waits for its end.
+
+        Raises:
+            PipelineError: if the stream was closed before the question was asked.
+            PipelineError, BlendError, RetrievalError: what the question was refused with.
+        """
+        stream = await self._opened()
+        return await self._wait_for(lambda: stream.answer)
+
+    async def aclose(self) -> None:
+        """End the request if it still runs."""
+        self._closed = True
+        if self._stream is not None:
+            self._stream.close()
+
+    async def _opened(self) -> AnswerStream:
+        async with self._opening:
+            if self._stream is None:
+                if self._closed:
+                    raise PipelineError("The stream was closed before its question was asked; ask it anew.")
+                self._stream = await self._open_stream()
+                self._pieces = iter(self._stream)
+                if self._closed:
+                    self._stream.close()
+            return self._stream
+
+    async def _wait_for(self, wait: Callable[[], T]) -> T:
+        """Wait on a thread, and end the request if that is cancelled."""
+        try:
+            return await asyncio.to_thread(wait)
+        except BaseException:
+            await self.aclose()
+            raise

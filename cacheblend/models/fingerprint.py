@@ -27,6 +27,7 @@ _SHAPE_FIELDS = (
     "hidden_act",
     "rms_norm_eps",
     "attention_bias",
+    "max_position_embeddings",
     "rope_parameters",
     "quantization_config",
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from cacheblend.errors import BlendError, UnsupportedModelError
@@ -40,7 +41,7 @@ def load_model(folder: Path, dtype: str, device: str) -> Any:
     _require_device(device)
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch_dtype(dtype))
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise BlendError(f"The weights in {folder} could not be loaded: {_first_line(error)}") from error
     if not hasattr(model.get_decoder(), "rotary_emb"):
         raise UnsupportedModelError(f"The model in {folder} has no shared rotary embedding; it is not supported.")
@@ -48,10 +49,18 @@ def load_model(folder: Path, dtype: str, device: str) -> Any:
 
 
 def load_tokenizer(folder: Path) -> Any | None:
-    """The folder's tokenizer, or None if it has none."""
+    """The folder's tokenizer, or None if it has none.
+
+    Raises:
+        BlendError: if its files are damaged.
+    """
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return None
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:
+        # The tokenizers library raises bare exceptions for files it cannot parse.
+        raise BlendError(f"The tokenizer in {folder} could not be loaded: {_first_line(error)}") from error
 
 
 def end_of_sequence_ids(model: Any) -> frozenset[int]:

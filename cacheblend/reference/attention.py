@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 MAX_BLOCK_ROWS = 256
 MAX_BLOCK_SPAN = 1024
+MASS_BLOCK_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,19 @@ def attention_mass(query: torch.Tensor, keys: torch.Tensor, positions: torch.Ten
     Returns:
         [reach] float32 where reach is the last position plus one.
     """
-    heads, n, dim = query.shape
     reach = int(positions[-1]) + 1
+    mass = torch.zeros(reach, dtype=torch.float32, device=query.device)
+    # In blocks, so that a long question takes no more memory than a short one.
+    for first in range(0, len(positions), MASS_BLOCK_ROWS):
+        rows = slice(first, first + MASS_BLOCK_ROWS)
+        mass += _block_mass(query[:, rows], keys[:, :reach], positions[rows], scaling)
+    return mass
+
+
+def _block_mass(query: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, scaling: float) -> torch.Tensor:
+    heads, n, dim = query.shape
+    reach = keys.shape[1]
     folded = query.reshape(keys.shape[0], -1, dim)
-    scores = torch.matmul(folded * scaling, keys[:, :reach].transpose(1, 2)).float().view(heads, n, reach)
+    scores = torch.matmul(folded * scaling, keys.transpose(1, 2)).float().view(heads, n, reach)
     hidden = torch.arange(reach, device=positions.device) > positions[:, None]
     return scores.masked_fill_(hidden, -torch.inf).softmax(-1).sum((0, 1))

@@ -21,7 +21,7 @@ from cacheblend.reference.forward import RowsForward, question_tally
 from cacheblend.reference.placement import Placement
 from cacheblend.reference.rows import RowBatch, SequenceRows
 from cacheblend.reference.selection import RowSelection
-from cacheblend.reference.sequence import Sequence
+from cacheblend.reference.sequence import RunningSequence
 from cacheblend.reference.stopwatch import Stopwatch
 from cacheblend.selectors.base import Candidates, Evidence
 from kvstore.chunk import ChunkKV
@@ -46,7 +46,7 @@ class BlendedPrefill:
         self._store = store
 
     @torch.inference_mode()
-    def run(self, sequences: list[Sequence]) -> list[torch.Tensor]:
+    def run(self, sequences: list[RunningSequence]) -> list[torch.Tensor]:
         """Prefill `sequences` together and set their reports and effective plans.
 
         Returns:
@@ -71,7 +71,7 @@ class BlendedPrefill:
             _complete_report(sequence, selections.get(sequence.id), watch.milliseconds)
         return logits
 
-    def _load(self, sequence: Sequence) -> list[ChunkKV]:
+    def _load(self, sequence: RunningSequence) -> list[ChunkKV]:
         """Get the plan's chunks; the plan is changed so that what cannot be had is fresh."""
         found: dict[ChunkKey, ChunkKV] = {}
         reasons: dict[ChunkKey, str] = {}
@@ -92,7 +92,7 @@ class BlendedPrefill:
         sequence.report.bytes_loaded = bytes_by_tier
         return [found[key] for key in sequence.plan.keys]
 
-    def _get(self, sequence: Sequence, identity: ChunkIdentity) -> tuple[str, ChunkKV]:
+    def _get(self, sequence: RunningSequence, identity: ChunkIdentity) -> tuple[str, ChunkKV]:
         if identity.key in sequence.provided:
             return Tier.HOST.value, sequence.provided[identity.key]
         if self._store is None:
@@ -103,7 +103,7 @@ class BlendedPrefill:
             raise ChunkUnavailable(identity.key, UnavailableReason.OTHER_MODEL, f"its KV is {chunk.kv.dtype}")
         return (tier or Tier.DISK).value, chunk
 
-    def _score(self, blended: list[Sequence], placements: _LayerPlacements) -> dict[str, torch.Tensor]:
+    def _score(self, blended: list[RunningSequence], placements: _LayerPlacements) -> dict[str, torch.Tensor]:
         """Attention mass from the question to each reusable row, for the sequences whose selector asks for it."""
         asking = [s for s in blended if s.plan.selector and s.plan.selector.evidence is Evidence.ATTENTION]
         if not asking:
@@ -117,7 +117,7 @@ class BlendedPrefill:
 
     def _recompute(
         self,
-        blended: list[Sequence],
+        blended: list[RunningSequence],
         scores: dict[str, torch.Tensor],
         placements: _LayerPlacements,
         watch: Stopwatch,
@@ -135,7 +135,7 @@ class BlendedPrefill:
         state = self._enter(rows)
         for layer in range(forward.num_layers):
             placements.ensure(layer)
-            if any(selection.narrows_at(layer) for selection in selections.values()):
+            if len(state.rows) and any(selection.narrows_at(layer) for selection in selections.values()):
                 with watch.part("score"):
                     state = self._narrow(layer, state, selections)
             for selection in selections.values():
@@ -174,18 +174,18 @@ class BlendedPrefill:
         cos, sin = state.rotary
         return _State(RowBatch(parts), state.hidden[:, going_on], (cos[:, going_on], sin[:, going_on]))
 
-    def _finish(self, sequences: list[Sequence], placements: _LayerPlacements) -> list[torch.Tensor]:
+    def _finish(self, sequences: list[RunningSequence], placements: _LayerPlacements) -> list[torch.Tensor]:
         rows = RowBatch([SequenceRows(s, self._tail(s)) for s in sequences])
         hidden = self._forward.run(rows, placements.ensure)
         counts = [1 + len(s.forced) for s in sequences]
         return list(self._forward.logits(hidden, rows.last_rows(counts)).split(counts))
 
-    def _fresh(self, sequence: Sequence) -> torch.Tensor:
+    def _fresh(self, sequence: RunningSequence) -> torch.Tensor:
         """[n] int64 fresh rows before the question."""
         ranges = [torch.arange(s.start, s.end) for s in sequence.plan.spans[:-1] if not s.segment.reused]
         return torch.cat([torch.empty(0, dtype=torch.int64), *ranges]).to(self._forward.device)
 
-    def _tail(self, sequence: Sequence) -> torch.Tensor:
+    def _tail(self, sequence: RunningSequence) -> torch.Tensor:
         """[n] int64 rows of the last pass, forced ids included."""
         end = sequence.plan.length + len(sequence.forced)
         return torch.arange(sequence.tail_start, end, device=self._forward.device)
@@ -222,7 +222,7 @@ def _deviation(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     return (new.float() - old.float()).pow(2).sum((0, 2))
 
 
-def _complete_report(sequence: Sequence, selection: RowSelection | None, parts_ms: dict[str, float]) -> None:
+def _complete_report(sequence: RunningSequence, selection: RowSelection | None, parts_ms: dict[str, float]) -> None:
     report, plan = sequence.report, sequence.plan
     report.parts_ms = dict(parts_ms)
     report.fallback_reasons = plan.fallback_reasons

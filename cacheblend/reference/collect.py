@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from cacheblend.plan import full_prefill_plan
-from cacheblend.reference import sequence as states
 from cacheblend.reference.forward import RowsForward
 from cacheblend.reference.rows import RowBatch, SequenceRows
+from cacheblend.reference.sequence import RunningSequence
 from cacheblend.sampling_params import SamplingParams
 from kvstore.chunk import ChunkKV
 from kvstore.key import ChunkIdentity
@@ -65,12 +65,12 @@ class ChunkCollector:
             end = identity.base_position + len(identity.token_ids)
             yield ChunkKV(identity, kv[:, :, :, identity.base_position : end].transpose(2, 3).contiguous().cpu())
 
-    def _sequence(self, name: str, token_ids: list[int]) -> states.Sequence:
-        sequence = states.Sequence(name, full_prefill_plan(token_ids), SamplingParams(max_tokens=1))
+    def _sequence(self, name: str, token_ids: list[int]) -> RunningSequence:
+        sequence = RunningSequence(name, full_prefill_plan(token_ids), SamplingParams(max_tokens=1))
         self._forward.allocate(sequence)
         return sequence
 
-    def _rows(self, sequence: states.Sequence, start: int) -> SequenceRows:
+    def _rows(self, sequence: RunningSequence, start: int) -> SequenceRows:
         positions = torch.arange(start, sequence.plan.length, device=self._forward.device)
         return SequenceRows(sequence, positions)
 

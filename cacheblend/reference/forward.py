@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from cacheblend.reference.attention import attend_rows, attention_mass
 from cacheblend.reference.rows import RowBatch
-from cacheblend.reference.sequence import Sequence
+from cacheblend.reference.sequence import RunningSequence
 
 ATTENTION_NAME = "cacheblend_rows"
 
@@ -86,7 +86,7 @@ class RowsForward:
         cos, sin = self._decoder.rotary_emb(probe, positions[None].to(self.device))
         return cos[0], sin[0]
 
-    def allocate(self, sequence: Sequence) -> None:
+    def allocate(self, sequence: RunningSequence) -> None:
         """Give a sequence its KV: [layers, 2, kv_heads, capacity, head_dim], uninitialised."""
         shape = (self.num_layers, 2, self.kv_heads, sequence.capacity, self.head_dim)
         sequence.kv = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -198,6 +198,6 @@ class RowsForward:
         )
 
 
-def question_tally(sequences: Collection[Sequence], device: torch.device) -> dict[str, torch.Tensor]:
+def question_tally(sequences: Collection[RunningSequence], device: torch.device) -> dict[str, torch.Tensor]:
     """An empty tally for `RowsForward.layer`: zeros over each sequence's prompt."""
     return {s.id: torch.zeros(s.plan.length, dtype=torch.float32, device=device) for s in sequences}

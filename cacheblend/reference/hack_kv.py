@@ -13,8 +13,8 @@ import torch
 from cacheblend.errors import BlendError
 from cacheblend.metadata import CacheFuseMetadata
 from cacheblend.plan import BlendPlan, Segment, SegmentRole
-from cacheblend.reference import sequence as states
 from cacheblend.reference.forward import RowsForward
+from cacheblend.reference.sequence import RunningSequence
 from cacheblend.relocation import rotate_keys, unrotate_keys
 from cacheblend.selectors import Selector, make_selector
 from cacheblend.selectors.deviation import DeviationSelector
@@ -25,7 +25,7 @@ LayerKV = list[torch.Tensor]
 """[k, v] of one layer, each [tokens, kv_heads * head_dim]; k before RoPE."""
 
 
-def publish_hack_kv(forward: RowsForward, sequence: states.Sequence) -> None:
+def publish_hack_kv(forward: RowsForward, sequence: RunningSequence) -> None:
     """Keep each layer's [k, v] of a prefilled prompt in `layers[i].self_attn.hack_kv`."""
     length = sequence.plan.length
     positions = torch.arange(length, device=forward.device)

@@ -8,7 +8,7 @@ import torch
 
 from cacheblend.plan import Span
 from cacheblend.reference.forward import RowsForward
-from cacheblend.reference.sequence import Sequence
+from cacheblend.reference.sequence import RunningSequence
 from cacheblend.relocation import rotate_keys, rotation_between
 from kvstore.chunk import ChunkKV
 
@@ -29,7 +29,7 @@ class Placement:
         chunks: one a reused span of its plan, in order.
     """
 
-    def __init__(self, forward: RowsForward, sequence: Sequence, chunks: list[ChunkKV]) -> None:
+    def __init__(self, forward: RowsForward, sequence: RunningSequence, chunks: list[ChunkKV]) -> None:
         self._sequence = sequence
         self._device = forward.device
         self._placed = [

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from cacheblend.reference.attention import RowBlock, row_blocks
-from cacheblend.reference.sequence import Sequence
+from cacheblend.reference.sequence import RunningSequence
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class SequenceRows:
         positions: [n] int64 ascending, distinct.
     """
 
-    sequence: Sequence
+    sequence: RunningSequence
     positions: torch.Tensor
 
     @cached_property

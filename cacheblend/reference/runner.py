@@ -16,12 +16,12 @@ from cacheblend.models.loading import end_of_sequence_ids, load_model, load_toke
 from cacheblend.models.support import require_supported
 from cacheblend.plan import BlendPlan, full_prefill_plan, require_fits, require_known
 from cacheblend.protocols import BlendReport, FinishReason, StepOutput
-from cacheblend.reference import sequence as states
 from cacheblend.reference.blend import BlendedPrefill
 from cacheblend.reference.collect import ChunkCollector
 from cacheblend.reference.forward import RowsForward
 from cacheblend.reference.hack_kv import LayerKV, plan_from_old_kvs, publish_hack_kv
 from cacheblend.reference.rows import RowBatch, SequenceRows
+from cacheblend.reference.sequence import RunningSequence, SequenceState
 from cacheblend.reference.stopping import StopConditions
 from cacheblend.reference.token_sampler import TokenSampler
 from cacheblend.sampling_params import SamplingParams
@@ -62,7 +62,7 @@ class ReferenceRunner:
         self._collector = ChunkCollector(self._forward)
         self._sampler = TokenSampler()
         self._stopping = StopConditions(end_of_sequence_ids(model), tokenizer)
-        self._sequences: dict[str, states.Sequence] = {}
+        self._sequences: dict[str, RunningSequence] = {}
         self._aborted: set[str] = set()
         self._steps = 0
         self._cache_fuse_metadata = CacheFuseMetadata()
@@ -152,17 +152,17 @@ class ReferenceRunner:
         self._steps += 1
         finished = dict.fromkeys(self._aborted, FinishReason.ABORT)
         self._aborted.clear()
-        decoding = self._in_state(states.SequenceState.DECODING)
-        waiting = self._in_state(states.SequenceState.WAITING)
+        decoding = self._in_state(SequenceState.DECODING)
+        waiting = self._in_state(SequenceState.WAITING)
         tokens: dict[str, tuple[int, ...]] = {}
         for sequence, logits in [*self._decode(decoding), *self._prefill_waiting(waiting)]:
             token = self._sampler.draw(sequence.id, logits, sequence.sampling)
             sequence.generated.append(token)
-            sequence.state = states.SequenceState.DECODING
+            sequence.state = SequenceState.DECODING
             tokens[sequence.id] = (token,)
             reason = self._stopping.reason(sequence)
             if reason is not None:
-                sequence.state = states.SequenceState.FINISHED
+                sequence.state = SequenceState.FINISHED
                 finished[sequence.id] = reason
         return StepOutput(self._steps, tokens, finished)
 
@@ -173,8 +173,8 @@ class ReferenceRunner:
     def abort(self, sequence_id: str) -> None:
         """See `ModelRunner.abort`."""
         sequence = self._sequences.get(sequence_id)
-        if sequence is not None and sequence.state is not states.SequenceState.FINISHED:
-            sequence.state = states.SequenceState.FINISHED
+        if sequence is not None and sequence.state is not SequenceState.FINISHED:
+            sequence.state = SequenceState.FINISHED
             self._aborted.add(sequence_id)
 
     def release(self, sequence_id: str) -> None:
@@ -192,7 +192,7 @@ class ReferenceRunner:
         sequence_id = self.prefill(token_ids, sampling)
         sequence = self._sequences[sequence_id]
         try:
-            while sequence.state is not states.SequenceState.FINISHED:
+            while sequence.state is not SequenceState.FINISHED:
                 self.step()
         finally:
             self.release(sequence_id)
@@ -209,7 +209,7 @@ class ReferenceRunner:
             [1 + len(answer), vocabulary] float32: after the prompt, and after each id of the answer; and the
             report of the prefill.
         """
-        sequence = states.Sequence("score", plan, SamplingParams(max_tokens=1), forced=tuple(answer))
+        sequence = RunningSequence("score", plan, SamplingParams(max_tokens=1), forced=tuple(answer))
         (logits,) = self._blend.run([sequence])
         return logits.log_softmax(-1), sequence.report
 
@@ -219,17 +219,17 @@ class ReferenceRunner:
 
     def _sequence(
         self, sequence_id: str, prompt: BlendPlan | Sequence[int], sampling: SamplingParams
-    ) -> states.Sequence:
+    ) -> RunningSequence:
         if isinstance(prompt, BlendPlan):
-            return states.Sequence(sequence_id, prompt, sampling)
+            return RunningSequence(sequence_id, prompt, sampling)
         if not self._cache_fuse_metadata["check"]:
-            return states.Sequence(sequence_id, full_prefill_plan(prompt), sampling)
+            return RunningSequence(sequence_id, full_prefill_plan(prompt), sampling)
         plan, chunk = plan_from_old_kvs(
             self._forward, self._cache_fuse_metadata, prompt, self.old_kvs, self._fingerprint
         )
-        return states.Sequence(sequence_id, plan, sampling, provided={chunk.identity.key: chunk})
+        return RunningSequence(sequence_id, plan, sampling, provided={chunk.identity.key: chunk})
 
-    def _prefill_waiting(self, waiting: list[states.Sequence]) -> Iterator[tuple[states.Sequence, torch.Tensor]]:
+    def _prefill_waiting(self, waiting: list[RunningSequence]) -> Iterator[tuple[RunningSequence, torch.Tensor]]:
         if not waiting:
             return
         for sequence, logits in zip(waiting, self._blend.run(waiting), strict=True):
@@ -237,7 +237,7 @@ class ReferenceRunner:
                 publish_hack_kv(self._forward, sequence)
             yield sequence, logits[-1]
 
-    def _decode(self, decoding: list[states.Sequence]) -> Iterator[tuple[states.Sequence, torch.Tensor]]:
+    def _decode(self, decoding: list[RunningSequence]) -> Iterator[tuple[RunningSequence, torch.Tensor]]:
         if not decoding:
             return
         ends = [torch.tensor([len(s) - 1], device=self._forward.device) for s in decoding]
@@ -245,14 +245,14 @@ class ReferenceRunner:
         logits = self._forward.logits(self._forward.run(rows), torch.arange(len(decoding)))
         yield from zip(decoding, logits, strict=True)
 
-    def _in_state(self, state: states.SequenceState) -> list[states.Sequence]:
+    def _in_state(self, state: SequenceState) -> list[RunningSequence]:
         return [s for s in self._sequences.values() if s.state is state]
 
     def _compute(self, missing: Sequence[ChunkIdentity], store: ChunkStore) -> None:
         for chunk in self._collector.collect(missing):
             store.put(chunk)
 
-    def _require_servable(self, sequence: states.Sequence) -> None:
+    def _require_servable(self, sequence: RunningSequence) -> None:
         """Refuse, while it concerns this prompt alone, what would fail in the middle of a step."""
         plan = sequence.plan
         require_fits(plan.length, sequence.sampling.max_tokens, self.max_model_len)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cacheblend.reference.sequence import Sequence
+from cacheblend.reference.sequence import RunningSequence
 from cacheblend.selectors.base import Candidates, Evidence, Selector
 
 
@@ -21,7 +21,7 @@ class RowSelection:
 
     def __init__(
         self,
-        sequence: Sequence,
+        sequence: RunningSequence,
         num_layers: int,
         device: torch.device,
         fresh: torch.Tensor,

@@ -23,7 +23,7 @@ class SequenceState(StrEnum):
 
 
 @dataclass
-class Sequence:
+class RunningSequence:
     """A prompt being served.
 
     Attributes:

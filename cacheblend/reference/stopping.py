@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cacheblend.protocols import FinishReason
-from cacheblend.reference.sequence import Sequence
+from cacheblend.reference.sequence import RunningSequence
 
 
 class StopConditions:
@@ -25,7 +25,7 @@ class StopConditions:
         """Whether stop strings can be checked."""
         return self._tokenizer is not None
 
-    def reason(self, sequence: Sequence) -> FinishReason | None:
+    def reason(self, sequence: RunningSequence) -> FinishReason | None:
         """Why the sequence ends now, or None."""
         last, params = sequence.generated[-1], sequence.sampling
         if last in params.stop_token_ids or (last in self._eos and not params.ignore_eos):

@@ -40,7 +40,13 @@ class LruScheduler:
         self._loading: dict[ChunkKey, int] = {}
         self._pins: Counter[ChunkKey] = Counter()
         self._requests: dict[str, tuple[ChunkKey, ...]] = {}
+        self.take_over(records)
+
+    def take_over(self, records: Iterable[ChunkRecord]) -> None:
+        """Enter chunks that exist already; those that are known are left as they are."""
         for record in records:
+            if record.key in self._catalogue:
+                continue
             self._catalogue.enter(record)
             if Tier.HOST in record.tiers:
                 self._now_on_host(record.key, record.nbytes)

@@ -40,7 +40,7 @@ class ChunkHeadSelector(Selector):
             require_ratio(self.ratio)
 
     def choose(self, candidates: Candidates, share: float) -> torch.Tensor:
-        """See `Selector.choose`; a share above 0 counts per chunk, 0 means `tokens` rows."""
+        """See `Selector.choose`; with a `ratio`, the share counts per chunk, without one `tokens` do."""
         if self.ratio is None:
             return candidates.offsets < self.tokens
         heads = {length: _head_rows(share, length) for length in set(candidates.chunk_lengths.tolist())}

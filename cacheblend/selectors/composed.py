@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -23,7 +22,11 @@ class HeadsThenSelector(Selector):
 
     heads: ChunkHeadSelector
     scored: QuerySelector | DeviationSelector
-    name: ClassVar[str] = "chunk_head+"
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """As the registry knows it, for example `chunk_head+query`."""
+        return f"{self.heads.name}+{self.scored.name}"
 
     @property
     def evidence(self) -> Evidence:  # type: ignore[override]

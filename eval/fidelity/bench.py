@@ -8,22 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoTokenizer
 
-from cacheblend.engine import BlendEngine
+from cacheblend.assembly import make_engine
 from cacheblend.plan import BlendPlan, Segment, SegmentRole
+from cacheblend.reference.runner import ReferenceRunner
 from cacheblend.request import EngineRequest, RequestOutcome
 from cacheblend.sampling_params import SamplingParams
-from cacheblend.scheduling.lookahead_predictor import LookAheadPredictor
-from cacheblend.scheduling.lru_scheduler import LruScheduler
 from eval.errors import EvalError
 from eval.fidelity.arms import TIER_NAMES, Arm
+from eval.layout import LaidOutPrompt
+from eval.tokenizer import require_tokenizer
 from inputs import Example
 from kvstore.errors import ChunkUnavailable
 from kvstore.key import ChunkIdentity
 from kvstore.store import ChunkStore
 from kvstore.tiers import Tier
-from kvstore.transfer import ThreadPrefetcher
 from pipelines.config import PipelineConfig
 from pipelines.models import resolve_model
 from pipelines.precompute import PrecomputeSummary, precompute_chunks
@@ -34,18 +33,10 @@ from retrieval.documents import Document
 
 
 @dataclass(frozen=True)
-class LaidOutQuestion:
-    """A question as token ids: what precedes its contexts, its contexts' chunks in their order, the question."""
+class LaidOutQuestion(LaidOutPrompt):
+    """A question of the data as token ids: its chunks are those of its own contexts, in their order."""
 
     example: Example
-    head: tuple[int, ...]
-    chunks: tuple[tuple[int, ...], ...]
-    question: tuple[int, ...]
-
-    @property
-    def length(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.head) + sum(map(len, self.chunks)) + len(self.question)
 
 
 @dataclass(frozen=True)
@@ -67,22 +58,23 @@ class FidelityBench:
         config: model, engine, dtype, device, cache folder, prefix, chunk size and new tokens are used.
 
     Raises:
-        PipelineError, BlendError, ModelError, StoreError: one sentence on what cannot be used.
+        EvalError, PipelineError, BlendError, ModelError, StoreError: one sentence on what cannot be used.
     """
 
     def __init__(self, config: PipelineConfig) -> None:
         self.config = config
         self.engine_name = choose_engine(config.engine)
         folder = resolve_model(config.model)
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer = require_tokenizer(folder)
         self._template = PromptTemplate(self.tokenizer, config.system_prompt)
         self._prefix = self._template.prefix_ids(config.prefix)
         self._chunker = TokenChunker(self.tokenizer, config.chunk_tokens, config.chunk_overlap)
         self._store = ChunkStore(config.cache_dir, config.host_budget_bytes)
-        self._runner = make_runner(self.engine_name, folder, self._store, config.dtype, config.device)
-        scheduler = LruScheduler(config.host_budget_bytes, self._store.records())
-        prefetcher = ThreadPrefetcher(self._store)
-        self._engine = BlendEngine(self._runner, self._store, scheduler, LookAheadPredictor(), prefetcher)
+        runner = make_runner(self.engine_name, folder, self._store, config.dtype, config.device)
+        # The only engine so far; scoring a forced answer is not part of every runner.
+        assert isinstance(runner, ReferenceRunner)
+        self._runner = runner
+        self._engine = make_engine(self._runner, self._store)
 
     @property
     def fingerprint(self) -> str:
@@ -103,7 +95,7 @@ class FidelityBench:
         documents = [Document("", context.text, context.title) for context in example.contexts]
         chunks = tuple(chunk.token_ids for document in documents for chunk in self._chunker.chunk(document))
         question = self._template.question_ids(example.question)
-        return LaidOutQuestion(example, self._template.head_ids, chunks, question)
+        return LaidOutQuestion(self._template.head_ids, chunks, question, example)
 
     def fits(self, question: LaidOutQuestion) -> bool:
         """Whether prompt and answer fit the model's context."""
@@ -186,10 +178,7 @@ class FidelityBench:
             ) from error
 
     def _plan(self, question: LaidOutQuestion, arm: Arm) -> BlendPlan:
-        segments = [self._segment(chunk, arm) for chunk in question.chunks]
-        if question.head:
-            segments.insert(0, Segment(SegmentRole.SYSTEM, question.head))
-        return BlendPlan((*segments, Segment(SegmentRole.QUESTION, question.question)), arm.selector)
+        return question.plan(lambda chunk: self._segment(chunk, arm), arm.selector)
 
     def _segment(self, chunk: tuple[int, ...], arm: Arm) -> Segment:
         if arm.selector is None:

@@ -96,7 +96,7 @@ class _Run:
         built = self._bench.build(question)
         name = question.example.id
         if built.computed and name not in self._log.builds:
-            record = BuildRecord(name, built.computed, built.tokens_computed, built.bytes_written, built.seconds)
+            record = BuildRecord(name, built.computed, built.tokens_computed, built.kv_bytes, built.seconds)
             self._log.append(record)
         if not self._warm:
             self._bench.answer(question, WARM_UP)

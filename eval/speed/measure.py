@@ -12,17 +12,15 @@ from typing import Any
 
 import torch
 
-from cacheblend.engine import BlendEngine
-from cacheblend.plan import Policy
+from cacheblend.assembly import make_engine
+from cacheblend.plan import Policy, Segment, SegmentRole
 from cacheblend.reference.runner import ReferenceRunner
 from cacheblend.request import EngineRequest, RequestOutcome
 from cacheblend.sampling_params import SamplingParams
-from cacheblend.scheduling.lookahead_predictor import LookAheadPredictor
-from cacheblend.scheduling.lru_scheduler import LruScheduler
 from eval.fidelity.arms import Arm
-from eval.speed.workload import Workload
+from eval.layout import LaidOutPrompt
+from kvstore.key import ChunkIdentity
 from kvstore.store import ChunkStore
-from kvstore.transfer import ThreadPrefetcher
 
 IDLE_SHARE = 0.85
 """CPU time over wall time and threads below which another program was in the way."""
@@ -38,7 +36,7 @@ class ArmTimes:
         parts_ms: by part, one a repetition.
         recomputed_tokens: reusable rows recomputed.
         recomputed_ratio: the same as a share of reusable rows, averaged over layers.
-        first_token: the token every repetition gave.
+        first_tokens: the tokens that repetitions began with; one, unless they differ.
     """
 
     name: str
@@ -46,7 +44,7 @@ class ArmTimes:
     parts_ms: dict[str, list[float]] = field(default_factory=dict)
     recomputed_tokens: int = 0
     recomputed_ratio: float = 0.0
-    first_token: int | None = None
+    first_tokens: set[int] = field(default_factory=set)
 
     @property
     def median_ms(self) -> float:
@@ -61,42 +59,59 @@ class ArmTimes:
             self.parts_ms.setdefault(part, []).append(milliseconds)
         self.recomputed_tokens = outcome.report.recomputed_tokens
         self.recomputed_ratio = outcome.report.recomputed_ratio
-        self.first_token = outcome.token_ids[0]
+        self.first_tokens.add(outcome.token_ids[0])
 
 
 class Stand:
-    """A runner, a store in memory that holds the workload's chunks, and an engine over them.
+    """A runner, a store in memory that holds the prompt's chunks, and an engine over them.
 
     Args:
         runner: with `store`.
         store: with room for all chunks on the host.
-        workload: what is served.
+        workload: the prompt that is served.
+
+    Attributes:
+        build_seconds: what computing the chunks' KV took.
+
+    Raises:
+        BlendError: a chunk does not fit the model's context.
     """
 
-    def __init__(self, runner: ReferenceRunner, store: ChunkStore, workload: Workload) -> None:
+    def __init__(self, runner: ReferenceRunner, store: ChunkStore, workload: LaidOutPrompt) -> None:
         self._runner = runner
         self._workload = workload
         started = time.perf_counter()
         runner.collect(workload.chunks, workload.head)
         self.build_seconds = time.perf_counter() - started
-        scheduler = LruScheduler(store.host_budget_bytes, store.records())
-        self._engine = BlendEngine(runner, store, scheduler, LookAheadPredictor(), ThreadPrefetcher(store))
+        self._engine = make_engine(runner, store)
         self._served = 0
 
     def serve(self, arm: Arm) -> RequestOutcome:
-        """Serve the prompt once and return what became of it; one token is generated."""
+        """Serve the prompt once and return what became of it; one token is generated.
+
+        Raises:
+            BlendError: the engine refused the prompt.
+        """
         self._served += 1
-        plan = self._workload.plan(self._runner.fingerprint, arm.selector, arm.policy is not Policy.FULL)
+        plan = self._workload.plan(self._fresh if arm.policy is Policy.FULL else self._reused, arm.selector)
         request = EngineRequest(str(self._served), plan, arm.policy, SamplingParams(max_tokens=1))
         self._engine.submit(request)
-        while True:
+        finished: tuple[RequestOutcome, ...] = ()
+        while not finished:
             finished = self._engine.step().finished
-            if finished:
-                return finished[0]
+        if finished[0].error is not None:
+            raise finished[0].error
+        return finished[0]
 
     def close(self) -> None:
         """Stop the engine."""
         self._engine.close()
+
+    def _reused(self, chunk: tuple[int, ...]) -> Segment:
+        return Segment(SegmentRole.CHUNK, chunk, ChunkIdentity(self._runner.fingerprint, self._workload.head, chunk))
+
+    def _fresh(self, chunk: tuple[int, ...]) -> Segment:
+        return Segment(SegmentRole.CHUNK, chunk)
 
 
 class CpuShare:
@@ -126,41 +141,69 @@ class CpuShare:
         return self.over_wall < IDLE_SHARE * torch.get_num_threads()
 
 
+@dataclass(frozen=True)
+class SpeedRun:
+    """What was measured.
+
+    Attributes:
+        arms: times by arm; full prefill's come first.
+        stock_ms: full prefill by transformers alone, milliseconds, one a repetition.
+        share: the CPU that the timed servings had.
+        prompt_tokens: rows of the prompt.
+        chunks: chunks in it.
+        kv_bytes_per_token: bytes of KV one token takes.
+        build_seconds: what computing the chunks' KV took.
+        fingerprint: the model's.
+    """
+
+    arms: list[ArmTimes]
+    stock_ms: list[float]
+    share: CpuShare
+    prompt_tokens: int
+    chunks: int
+    kv_bytes_per_token: int
+    build_seconds: float
+    fingerprint: str
+
+
 def measure(
-    stand: Stand,
+    serve: Callable[[Arm], RequestOutcome],
+    stock_prefill: Callable[[], float],
     arms: Sequence[Arm],
     repetitions: int,
     seed: int,
     on_served: Callable[[], None],
-    stock_prefill: Callable[[], float] | None = None,
 ) -> tuple[list[ArmTimes], list[float], CpuShare]:
-    """Serve every arm `repetitions` times in random order after one warm-up each.
+    """Serve every arm `repetitions` times, each time all of them in random order, after one warm-up each.
 
     Args:
-        stand: what serves.
+        serve: serves the prompt once.
+        stock_prefill: prefills the same prompt with transformers alone and returns its milliseconds; takes turns too.
         arms: what is compared.
         repetitions: timed servings of each arm.
         seed: of the order.
         on_served: called after each serving, warm-ups included.
-        stock_prefill: prefills the same prompt with transformers alone and returns its milliseconds.
 
     Returns:
-        Times by arm, the stock prefill's times, and the share of CPU the timed part had.
+        Times by arm, the stock prefill's times, and the share of CPU that the timed servings had.
     """
     order = random.Random(seed)
     times = {arm.name: ArmTimes(arm.name) for arm in arms}
     stock: list[float] = []
     share = CpuShare()
-    for repetition in range(repetitions + 1):
-        turns: list[Arm | None] = [*arms, *([None] if stock_prefill is not None else [])]
+    for arm in arms:
+        serve(arm)
+        on_served()
+    stock_prefill()
+    on_served()
+    for _ in range(repetitions):
+        turns = [*arms, None]
         order.shuffle(turns)
-        for arm in turns:
+        for turn in turns:
             with share.timed():
-                outcome = stand.serve(arm) if arm is not None else None
-                milliseconds = stock_prefill() if arm is None and stock_prefill is not None else 0.0
+                if turn is None:
+                    stock.append(stock_prefill())
+                else:
+                    times[turn.name].note(serve(turn))
             on_served()
-            if repetition and outcome is not None and arm is not None:
-                times[arm.name].note(outcome)
-            elif repetition:
-                stock.append(milliseconds)
     return list(times.values()), stock, share

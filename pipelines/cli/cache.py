@@ -66,9 +66,10 @@ def verify(
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Read and verify every file; exit with 1 if one is not sound.
+    """Read and verify every file; exit with 1 if one would not be served.
 
-    What killed writers left behind is removed whenever a cache folder is opened.
+    A file that is not damaged but of another format version, or cannot be read now, is listed and left alone. What
+    killed writers left behind is removed whenever a cache folder is opened.
 
     \b
     Example:
@@ -83,11 +84,15 @@ def verify(
     if fix:
         _fix(tier, problems)
     if as_json:
-        found = [{"path": str(p.path), "reason": p.reason.value, "detail": p.detail} for p in problems]
+        found = [
+            {"path": str(p.path), "reason": p.reason.value, "detail": p.detail, "left_alone": _is_left_alone(p)}
+            for p in problems
+        ]
         print_json({"cache_dir": str(tier.root), "files": len(files), "problems": found, "fixed": fix})
     else:
         for problem in problems:
-            typer.echo(f"{problem.path}: {problem.reason.value}: {problem.detail}")
+            note = " (left alone)" if _is_left_alone(problem) else ""
+            typer.echo(f"{problem.path}: {problem.reason.value}: {problem.detail}{note}")
         typer.echo(_verdict(len(files), problems, fix))
     if problems:
         raise typer.Exit(PROBLEMS_FOUND)
@@ -101,13 +106,15 @@ def prune(
         int | None, Option(parser=parse_size, metavar="SIZE", help="Keep at most this much, e.g. 10GiB.")
     ] = None,
     older_than: Annotated[
-        float | None, Option(parser=parse_duration, metavar="AGE", help="Remove what was not used for e.g. 30d.")
+        float | None,
+        Option(parser=parse_duration, metavar="AGE", help="Remove what was not read from disk for e.g. 30d."),
     ] = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Remove chunks, least recently used first, and whatever is in quarantine.
 
+    A chunk is used when it is written or read from disk; being served from a process's memory does not count.
     Without --max-bytes and --older-than only what is in quarantine goes.
 
     \b
@@ -147,8 +154,12 @@ def _fix(tier: DiskTier, problems: list[Problem]) -> None:
 
     upkeep.remove_leftovers(problem.path for problem in problems if problem.removable)
     for problem in problems:
-        if not problem.removable:
+        if problem.damaged:
             tier.quarantine(problem.path, problem.reason, problem.detail)
+
+
+def _is_left_alone(problem: Problem) -> bool:
+    return not (problem.damaged or problem.removable)
 
 
 def _verdict(files: int, problems: list[Problem], fix: bool) -> str:
@@ -156,8 +167,18 @@ def _verdict(files: int, problems: list[Problem], fix: bool) -> str:
         return f"{files:,} files verified, nothing wrong."
     counts = Counter(problem.reason.value for problem in problems)
     reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
-    remedy = "they were set aside" if fix else "none of them is ever served; --fix sets them aside"
-    return f"{files:,} files verified, {len(problems):,} not sound ({reasons}): {remedy}."
+    return f"{files:,} files verified, {len(problems):,} not served ({reasons}): {_remedy(problems, fix)}."
+
+
+def _remedy(problems: list[Problem], fix: bool) -> str:
+    left_alone = sum(map(_is_left_alone, problems))
+    to_fix = len(problems) - left_alone
+    parts = []
+    if to_fix:
+        parts.append(f"{to_fix:,} set aside" if fix else f"--fix sets {to_fix:,} aside")
+    if left_alone:
+        parts.append(f"{left_alone:,} left alone")
+    return ", ".join(parts)
 
 
 def _groups_table(listing: Listing) -> Table:

@@ -57,6 +57,9 @@ def _questions() -> Iterator[str]:
 
 
 def _lines() -> Iterator[str]:
+    # Bytes that are not UTF-8 become U+FFFD: one bad line must not end the questions. Not every stdin can be told.
+    if (reconfigure := getattr(sys.stdin, "reconfigure", None)) is not None:
+        reconfigure(errors="replace")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield from sys.stdin
         return

@@ -127,7 +127,7 @@ def _precomputed(summary: PrecomputeSummary) -> str:
         return f"All {summary.distinct} chunks were cached, nothing was prefilled for them."
     return (
         f"{summary.computed} of {summary.distinct} chunks prefilled ({summary.tokens_computed:,} tokens, "
-        f"{size_text(summary.bytes_written)} of KV, {summary.seconds:.1f} s), {summary.cached} were cached."
+        f"{size_text(summary.kv_bytes)} of KV, {summary.seconds:.1f} s), {summary.cached} were cached."
     )
 
 

@@ -30,7 +30,7 @@ def report_error(error: Exception) -> None:
 
 
 def ends_with_a_sentence(command: Callable[..., R]) -> Callable[..., R]:
-    """Make a command exit with 2 on the rooms' errors, and with 130 on Ctrl-C."""
+    """Make a command exit with 2 on the rooms' and the system's errors, and with 130 on Ctrl-C."""
 
     @functools.wraps(command)
     def guarded(*args: object, **options: object) -> R:
@@ -39,8 +39,22 @@ def ends_with_a_sentence(command: Callable[..., R]) -> Callable[..., R]:
         except ROOM_ERRORS as error:
             report_error(error)
             raise typer.Exit(BAD_INPUT) from error
+        except BrokenPipeError:
+            # Whoever read the output has left: typer ends the command without a word.
+            raise
+        except OSError as error:
+            report_error(PipelineError(_sentence_of(error)))
+            raise typer.Exit(BAD_INPUT) from error
         except KeyboardInterrupt:
             typer.echo("Interrupted.", err=True)
             raise typer.Exit(INTERRUPTED) from None
 
     return guarded
+
+
+def _sentence_of(error: OSError) -> str:
+    if error.strerror is None:
+        return str(error) or type(error).__name__
+    if error.filename is None:
+        return f"The operating system refused: {error.strerror}."
+    return f"{error.filename} cannot be used: {error.strerror}."

@@ -81,7 +81,7 @@ def summary_table(summary: PrecomputeSummary, documents: int, cache_dir: str) ->
     table.add_row("chunks", f"{summary.chunks:,} ({summary.distinct:,} different)")
     table.add_row("cached before", f"{summary.cached:,}")
     table.add_row(computed, f"{summary.computed:,} ({summary.tokens_computed:,} of {summary.tokens:,} tokens)")
-    table.add_row("KV " + computed, f"{size_text(summary.bytes_written)} ({summary.bytes_per_token:,} bytes a token)")
+    table.add_row("KV " + computed, f"{size_text(summary.kv_bytes)} ({summary.bytes_per_token:,} bytes a token)")
     if summary.computed and not summary.dry_run:
         rate = summary.tokens_computed / summary.seconds
         table.add_row("time", f"{summary.seconds:,.1f} s ({rate:,.0f} tokens/s)")

@@ -28,11 +28,11 @@ class PrecomputeBar:
             TextColumn("Precomputing"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("chunks  {task.fields[rate]}  {task.fields[written]}"),
+            TextColumn("chunks  {task.fields[rate]}  {task.fields[kv_bytes]}"),
             TimeRemainingColumn(),
         )
         self._progress = Progress(*columns, console=STDERR, disable=disable)
-        self._task = self._progress.add_task("", total=None, rate="", written="")
+        self._task = self._progress.add_task("", total=None, rate="", kv_bytes="")
         self._first: PrecomputeProgress | None = None
         self._started = 0.0
 
@@ -47,7 +47,7 @@ class PrecomputeBar:
             total=progress.chunks,
             completed=progress.chunks_done,
             rate=f"{computed / seconds:,.0f} tokens/s" if computed else "",
-            written=size_text(progress.bytes_written),
+            kv_bytes=size_text(progress.kv_bytes),
         )
 
     def __enter__(self) -> PrecomputeBar:

@@ -14,6 +14,7 @@ from cacheblend.scheduling.lru_scheduler import LruScheduler
 from cacheblend.selectors import make_selector
 from kvstore.errors import UnavailableReason
 from kvstore.events import Evicted, NotStored, Published, Quarantined
+from kvstore.key import ChunkKey
 from kvstore.orderings import LruOrdering
 from kvstore.tiers import ChunkRecord, Tier
 
@@ -326,3 +327,12 @@ def test_the_work_of_a_call_does_not_grow_with_the_number_of_chunks():
     few, many = touches(10), touches(10_000)
     assert few == many
     assert sum(map(sum, few.values())) > 0
+
+
+def test_chunks_put_while_the_scheduler_takes_the_store_over_are_counted_once():
+    record = ChunkRecord(ChunkKey("k"), 10, 1, frozenset({Tier.HOST}))
+    scheduler = LruScheduler(100)
+    scheduler.on_event(Published(record.key, Tier.HOST, 10, 1))
+    scheduler.take_over([record])
+    scheduler.on_event(Published(record.key, Tier.HOST, 10, 1))
+    assert scheduler.host_bytes == 10

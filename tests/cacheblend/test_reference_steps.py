@@ -282,3 +282,9 @@ def test_a_full_prefill_reports_nothing_reused(runner):
     assert (report.mode, report.selector, report.reused_tokens, report.rows) == ("full", None, 0, ())
     assert report.parts_ms["question"] > 0
     runner.release(name)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 99999999999999999999999])
+def test_a_seed_that_no_generator_takes_is_refused_before_anything_runs(seed):
+    with pytest.raises(BlendError, match=f"seed is {seed}"):
+        SamplingParams(temperature=1.0, seed=seed)

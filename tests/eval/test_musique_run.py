@@ -22,18 +22,6 @@ ARMS = "full,full-again,reuse,chunk_head:8,deviation:1.0,query:0.3"
 QUESTIONS = 3
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory, make_tiny_model, smollm2) -> Path:
-    """A random Llama with the bundled model's tokenizer."""
-    from transformers import AutoTokenizer
-
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    make_tiny_model("llama-default", vocab_size=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 def call(model: Path, out: Path, *arguments: str, arms: str = ARMS, questions: int = QUESTIONS) -> Any:
     common = ["--model", str(model), "--out", str(out), "--arms", arms, "--questions", str(questions)]
     return CliRunner().invoke(app, [*common, "--max-tokens", "6", *arguments])
@@ -281,3 +269,18 @@ def test_bad_input_gives_one_sentence_and_exit_code_2(model, tmp_path, arguments
     assert message in line
     assert line.endswith(".")
     assert "Traceback" not in result.output
+
+
+def test_a_model_without_a_tokenizer_is_one_sentence_and_exit_code_2(without_tokenizer, tmp_path) -> None:
+    result = call(without_tokenizer, tmp_path / "out", arms="reuse", questions=1)
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert "bare holds no tokenizer; save one there" in result.stderr
+
+
+def test_results_go_to_a_folder_named_after_the_data_unless_another_is_named(model, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--model", str(model), "--arms", "reuse", "--questions", "1", "--max-tokens", "1"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "results" / INVENTED_PATH.stem / "result.json").exists()

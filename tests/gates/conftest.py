@@ -12,6 +12,7 @@ import torch
 
 from cacheblend.plan import BlendPlan, Segment, SegmentRole
 from cacheblend.reference.runner import ReferenceRunner
+from cacheblend.reference.sequence import RunningSequence
 from cacheblend.sampling_params import SamplingParams
 from cacheblend.selectors import Selector
 from kvstore.key import ChunkIdentity
@@ -76,6 +77,12 @@ class Bench:
     def logits(self, plan: BlendPlan) -> torch.Tensor:
         """[vocabulary] log-probabilities after the prompt, as the runner blends it."""
         return self.runner.score(plan)[0][-1]
+
+    def logits_together(self, plans: Sequence[BlendPlan]) -> list[torch.Tensor]:
+        """[vocabulary] logits after each prompt, all prefilled in one batch."""
+        sampling = SamplingParams(max_tokens=1)
+        batch = [RunningSequence(str(index), plan, sampling) for index, plan in enumerate(plans)]
+        return [logits[-1] for logits in self.runner._blend.run(batch)]
 
     def tokens(self, plans: Sequence[BlendPlan], count: int = 8) -> list[list[int]]:
         """Greedy tokens of each plan, all served together."""

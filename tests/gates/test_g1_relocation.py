@@ -6,8 +6,8 @@ import torch
 from cacheblend.errors import UnsupportedModelError
 from cacheblend.models.support import require_supported
 from cacheblend.plan import full_prefill_plan
-from cacheblend.reference import sequence as states
 from cacheblend.reference.rows import RowBatch, SequenceRows
+from cacheblend.reference.sequence import RunningSequence
 from cacheblend.relocation import rotate_keys, rotation_between, unrotate_keys
 from cacheblend.sampling_params import SamplingParams
 
@@ -16,7 +16,7 @@ def first_layer_keys(bench, token_ids, start):
     """[n, kv_heads, head_dim] of layer 0, where a key depends on its token and its position only."""
     forward = bench.runner._forward
     filler = [3] * start
-    sequence = states.Sequence("s", full_prefill_plan([*filler, *token_ids]), SamplingParams(max_tokens=1))
+    sequence = RunningSequence("s", full_prefill_plan([*filler, *token_ids]), SamplingParams(max_tokens=1))
     rows = RowBatch([SequenceRows(sequence, torch.arange(start, start + len(token_ids)))])
     with torch.inference_mode():
         hidden = forward.embed(rows)

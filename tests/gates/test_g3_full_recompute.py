@@ -42,3 +42,13 @@ def test_g3_fresh_chunks_between_reused_ones_are_exact_too(bench, chunks, max_er
 def test_g3_half_a_recompute_is_told_from_full_prefill(bench, chunks, max_error):
     plan = bench.plan(chunks, bench.ids(10, 3), make_selector("query", 0.1), system=bench.ids(20, 4))
     assert max_error(bench.logits(plan), bench.full(plan.token_ids)) > 1e-2
+
+
+def test_g3_a_budget_of_no_rows_at_several_check_layers_is_plain_reuse(bench, chunks, max_error):
+    question = bench.ids(10, 3)
+    nothing = bench.plan(chunks, question, DeviationSelector(0.0, check_layers=(1, 2)))
+    reuse = bench.plan(chunks, question, make_selector("none"))
+    assert bench.runner.score(nothing)[1].rows == ()
+    # Layer 0, which is computed for all rows, has the stored KV anyway: there it depends on token and position only.
+    assert max_error(bench.logits(nothing), bench.logits(reuse)) <= TOLERANCE
+    assert max_error(bench.logits(nothing), bench.full(nothing.token_ids)) > 1e-3

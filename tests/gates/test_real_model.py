@@ -58,6 +58,8 @@ def test_g3_on_the_real_model(real, words, name):
     chunks = [real.collect(encode(text), system) for text in FACTS]
     plan = real.plan(chunks[::-1], encode(QUESTION), make_selector(name, 1.0), system)
     check_same(real.logits(plan), real.full(plan.token_ids), real.oracle.dtype)
+    if real.oracle.dtype == torch.float32:
+        assert real.tokens([plan], 4) == [real.oracle_tokens(plan.token_ids, 4)]
 
 
 def test_g5_on_the_real_model(real, words):
@@ -68,12 +70,14 @@ def test_g5_on_the_real_model(real, words):
         for order, name in ((chunks, "deviation"), (chunks[::-1], "query"), (chunks, "chunk_head"))
     ]
     alone = [real.logits(plan) for plan in plans]
+    again = [real.logits(plan) for plan in plans]
+    assert all(torch.equal(a, b) for a, b in zip(alone, again, strict=True))
+    for one, together in zip(alone, real.logits_together(plans), strict=True):
+        check_same(together, one, real.oracle.dtype)
     if real.oracle.dtype == torch.float32:
         tokens = [real.tokens([plan], 4)[0] for plan in plans]
         assert real.tokens(plans, 4) == tokens
         assert real.tokens(plans, 4) == tokens
-    again = [real.logits(plan) for plan in plans]
-    assert all(torch.equal(a, b) for a, b in zip(alone, again, strict=True))
 
 
 @pytest.mark.parametrize("name", ["full", "chunk_head", "deviation", "query"])

@@ -64,7 +64,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Callable[..., Any]
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.delenv("ENGINE", raising=False)
 
-    def run(command: str, *args: object, stdin: str = "") -> Any:
+    def run(command: str, *args: object, stdin: str | bytes = "") -> Any:
         return CliRunner().invoke(apps[command], [str(arg) for arg in args], input=stdin)
 
     return run

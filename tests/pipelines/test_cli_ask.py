@@ -122,6 +122,23 @@ def test_any_text_can_be_asked_about_and_steers_no_terminal(
     assert [source["text"] for source in answer["sources"]] == [text]
 
 
+def test_arguments_that_are_not_utf_8_are_read_with_replacement_characters(ask: Any) -> None:
+    """Python hands such bytes over as lone surrogates."""
+    answer = ask("--system-prompt", "Be \udc80 brief.", "--stop", "\udcfe", question="Which \udcff baker?")
+    assert answer["question"] == "Which \N{REPLACEMENT CHARACTER} baker?"
+    assert answer["meta"]["new_tokens"] > 0
+
+
+def test_chat_reads_bytes_that_are_not_utf_8_as_replacement_characters_and_goes_on(
+    cli: Any, options: list[str]
+) -> None:
+    args = ("--docs", *DOCUMENTS, "--no-retrieval", *options)
+    result = cli("cacheblend", "chat", *args, "--json", stdin=b"Wh\xff\x80?\nSecond?\n")
+    assert result.exit_code == 0, result.stderr
+    bad = "\N{REPLACEMENT CHARACTER}"
+    assert [json.loads(line)["question"] for line in result.stdout.splitlines()] == [f"Wh{bad}{bad}?", "Second?"]
+
+
 def test_every_chunk_identical_is_found_once_and_reused(cli: Any, ask: Any, options: list[str], tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "d.jsonl", *({"id": str(n), "text": "All the same."} for n in range(4)))
     assert cli("precompute-chunk-cache", file, *options[:4]).exit_code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+
+from pipelines.cli.failures import ends_with_a_sentence
 
 REPOSITORY = Path(__file__).parents[2]
 DEMO = "inputs/data/demo/salt-cake.md"
@@ -162,6 +166,39 @@ def test_a_model_folder_without_its_parts_is_refused(refused: Any, tiny_options:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((Path(tiny_options[1]) / name).read_bytes())
     assert "could not be loaded" in refused("precompute-chunk-cache", DEMO, "--model", folder)
+
+
+@pytest.mark.parametrize("command", [("precompute-chunk-cache",), ("cacheblend", "ask", "Who?", "--docs")])
+def test_a_name_longer_than_the_system_takes_is_refused_in_a_sentence(refused: Any, command: tuple[str, ...]) -> None:
+    assert "n" * 300 + ".md" in refused(*command, "n" * 300 + ".md")
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "a/b.md"), "a/b.md cannot be used: Permission denied."),
+        (OSError(errno.ENOSPC, "No space left on device"), "The operating system refused: No space left on device."),
+    ],
+)
+def test_what_the_system_refuses_is_one_sentence_with_the_file_and_the_reason(
+    capsys: pytest.CaptureFixture[str], error: OSError, sentence: str
+) -> None:
+    def command() -> None:
+        raise error
+
+    with pytest.raises(typer.Exit) as ended:
+        ends_with_a_sentence(command)()
+    assert ended.value.exit_code == 2
+    assert capsys.readouterr() == ("", f"error: {sentence}\n")
+
+
+def test_a_reader_that_has_left_is_no_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    with pytest.raises(BrokenPipeError):
+        ends_with_a_sentence(command)()
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_verify_fix_sets_the_damaged_file_aside_and_the_chunk_is_computed_anew(
     flip_a_byte(files_of(folder)[0])
     fixed = cli("cacheblend", "cache", "verify", "--cache-dir", folder, "--fix")
     assert fixed.exit_code == 1
-    assert "1 not sound (1 checksum): they were set aside" in fixed.stdout
+    assert "1 not served (1 checksum): 1 set aside" in fixed.stdout
     assert run_json(cli, "verify", "--cache-dir", folder)["files"] == 2
     listing = run_json(cli, "ls", "--cache-dir", folder)
     assert (listing["chunks"], listing["quarantined_bytes"] > 0) == (2, True)
@@ -88,6 +88,27 @@ def test_verify_fix_sets_the_damaged_file_aside_and_the_chunk_is_computed_anew(
         for args in (DOCUMENTS, [DOCUMENTS[0], "--prefix", "none"])
     ]
     assert sum(again) == 1
+
+
+def test_verify_fix_leaves_alone_what_is_not_damaged_and_says_so(cli: Any, folder: Path) -> None:
+    """A file of another format version is right for a program of that version."""
+    newer, damaged, _ = files_of(folder)
+    newer.write_bytes(newer.read_bytes().replace(b'"version":"1"', b'"version":"2"', 1))
+    flip_a_byte(damaged)
+    told = run_json(cli, "verify", "--cache-dir", folder, exit_code=1)["problems"]
+    assert {problem["path"]: problem["left_alone"] for problem in told} == {str(newer): True, str(damaged): False}
+    fixed = cli("cacheblend", "cache", "verify", "--cache-dir", folder, "--fix")
+    assert fixed.exit_code == 1
+    (left_alone,) = [line for line in fixed.stdout.splitlines() if line.endswith("(left alone)")]
+    assert left_alone.startswith(f"{newer}: format_version: ")
+    assert fixed.stdout.endswith(": 1 set aside, 1 left alone.\n")
+    assert newer.exists()
+    assert not damaged.exists()
+
+
+def test_prune_says_what_counts_as_use(cli: Any) -> None:
+    help_text = " ".join(cli("cacheblend", "cache", "prune", "--help").stdout.split())
+    assert "A chunk is used when it is written or read from disk" in help_text
 
 
 def test_a_file_without_a_sound_header_is_counted_by_ls(cli: Any, folder: Path) -> None:

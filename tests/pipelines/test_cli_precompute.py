@@ -59,7 +59,7 @@ def test_a_dry_run_computes_nothing_and_says_what_would_be(precompute: Any, tmp_
     assert dry["dry_run"]
     assert not list((tmp_path / "kv").rglob("*.safetensors"))
     wet = precompute("inputs/data/demo/salt-cake.md")
-    assert (dry["computed"], dry["bytes_written"]) == (wet["computed"], wet["bytes_written"])
+    assert (dry["computed"], dry["kv_bytes"]) == (wet["computed"], wet["kv_bytes"])
     assert wet["computed"] == 1
 
 

@@ -1,7 +1,11 @@
 """The prompt around the documents."""
 
+from datetime import datetime
+from types import SimpleNamespace
+
 import pytest
 from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
 
 from pipelines.config import PrefixMode
 from pipelines.errors import PipelineError
@@ -63,6 +67,40 @@ def test_a_template_that_refuses_the_system_role_puts_the_instruction_into_the_u
     )
     template = PromptTemplate(strict, "Be brief.")
     assert strict.decode(template.head_ids) == "[user]Be brief.\n\n"
+
+
+TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+
+
+@pytest.mark.parametrize(
+    "dated",
+    [
+        "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{{date_string}}",
+        "{{ strftime_now('%Y-%m-%d') }}",
+        "{% macro today() %}{{ strftime_now('%A, %B %-d %H:%M:%S') }}{% endmacro %}{{ today() }}",
+    ],
+)
+def test_the_head_is_the_same_whatever_the_date_although_the_template_writes_it(tokenizer, monkeypatch, dated):
+    model = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    model.chat_template = dated + TURNS
+    heads = []
+    for now in (datetime(2031, 2, 3, 4, 5, 6), datetime(2032, 11, 12, 13, 14, 15)):
+        monkeypatch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda now=now: now))
+        heads.append(PromptTemplate(model, "Be brief.").head_ids)
+    assert heads[0] == heads[1]
+    text = model.decode(heads[0])
+    assert text.endswith("[system]Be brief.[user]")
+    assert "26" in text
+    assert "%" not in text
+
+
+@pytest.mark.parametrize("beginning", ["", "\n", "\n\n", "  ", "x", "  {% if true %}y{% endif %}\n", "{# no #}\n z"])
+def test_fixing_the_date_changes_nothing_else_in_a_template(tokenizer, beginning):
+    model = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    model.chat_template = beginning + TURNS
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": ""}]
+    whole = model.apply_chat_template(messages, tokenize=False)
+    assert model.decode(PromptTemplate(model, "Be brief.").head_ids) == whole.removesuffix("[assistant]")
 
 
 def test_a_model_without_bos_refuses_the_prefix_bos(tokenizer):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from cacheblend.errors import BlendError
+from cacheblend.protocols import FinishReason
 from cacheblend.sampling_params import SamplingParams
 from pipelines.errors import PipelineError
 
@@ -46,6 +50,20 @@ def slowly(monkeypatch):
         return pipeline
 
     return brake
+
+
+@pytest.fixture
+def asked(rag, monkeypatch):
+    """The outcomes of all requests that the pipeline submits from now on."""
+    outcomes = []
+    submit = rag._loop.submit
+
+    def noting(*args):
+        outcomes.append(submit(*args))
+        return outcomes[-1]
+
+    monkeypatch.setattr(rag._loop, "submit", noting)
+    return outcomes
 
 
 def running(pipeline):
@@ -107,6 +125,62 @@ def test_a_cancelled_question_ends_and_the_next_one_is_answered(rag, slowly):
         pass
     assert rag.store.pinned_count() == 0
     assert rag.run("When was lighthouse 1 lit?").text
+
+
+def test_ctrl_c_while_a_batch_is_waited_for_ends_all_its_requests(rag, slowly, asked):
+    slowly(rag)
+
+    def interrupt():
+        while len(running(rag)) < 2:
+            pass
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    with pytest.raises(KeyboardInterrupt):
+        rag.run_batch(["When?", "Where?"], documents=DOCUMENTS[:2], sampling=ENDLESS)
+    interrupting.join(30)
+    assert [outcome.result(60).finish_reason for outcome in asked] == [FinishReason.ABORT] * 2
+
+
+def test_a_question_that_fails_in_an_asynchronous_batch_ends_the_others(rag, slowly, asked, monkeypatch):
+    slowly(rag)
+    prefill = rag.runner.prefill
+
+    def refuse_the_third(plan, sampling, name):
+        if len(rag.runner._sequences) == 2:
+            raise BlendError("This prompt cannot be served.")
+        return prefill(plan, sampling, name)
+
+    monkeypatch.setattr(rag.runner, "prefill", refuse_the_third)
+    with pytest.raises(BlendError, match="cannot be served"):
+        asyncio.run(rag.arun_batch(["When?", "Where?", "Why?"], documents=DOCUMENTS[:2], sampling=ENDLESS))
+    *others, _ = asked
+    assert [outcome.result(60).finish_reason for outcome in others] == [FinishReason.ABORT] * 2
+
+
+def test_an_asynchronous_stream_cancelled_while_it_is_opened_asks_nothing(rag, asked, monkeypatch):
+    preparing, go_on = threading.Event(), threading.Event()
+    prepare = rag.prepare
+
+    def slow_prepare(*args, **options):
+        preparing.set()
+        assert go_on.wait(30)
+        return prepare(*args, **options)
+
+    monkeypatch.setattr(rag, "prepare", slow_prepare)
+
+    async def cancel():
+        first = asyncio.ensure_future(anext(rag.astream("When?", documents=DOCUMENTS[:2], sampling=ENDLESS)))
+        await asyncio.to_thread(preparing.wait, 30)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        go_on.set()
+
+    # It returns when its threads have ended.
+    asyncio.run(cancel())
+    assert asked == []
 
 
 def test_a_batch_with_a_question_that_cannot_be_answered_begins_none(rag):

@@ -142,6 +142,20 @@ def test_calls_return_what_their_function_returns_or_raises(bench):
     assert bench.submit("a").result(30).token_ids
 
 
+def test_the_wait_for_a_busy_loop_counts_as_queueing_and_to_the_first_token(bench):
+    busy, go_on = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(bench.loop.call, lambda: (busy.set(), go_on.wait(30)))
+        assert busy.wait(30)
+        outcome = bench.submit("a")
+        asked = time.perf_counter()
+        time.sleep(0.05)
+        waited_ms = (time.perf_counter() - asked) * 1e3
+        go_on.set()
+        result = outcome.result(30)
+    assert result.ttft_ms >= result.queue_ms >= waited_ms
+
+
 def test_closing_fails_running_requests_in_a_sentence(bench):
     bench.hold()
     outcome = bench.submit("a", 500)

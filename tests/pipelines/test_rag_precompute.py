@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import pytest
 
 from kvstore.errors import UnavailableReason
@@ -46,7 +49,7 @@ def test_a_dry_run_computes_nothing_and_foretells_the_real_one(make_rag, monkeyp
     wet = pipeline.precompute()
     assert dry.dry_run
     assert not wet.dry_run
-    for name in ("chunks", "distinct", "cached", "computed", "tokens", "tokens_computed", "bytes_written"):
+    for name in ("chunks", "distinct", "cached", "computed", "tokens", "tokens_computed", "kv_bytes"):
         assert getattr(dry, name) == getattr(wet, name)
 
 
@@ -57,7 +60,7 @@ def test_the_summary_counts_chunks_tokens_and_bytes(make_rag, tmp_path):
     assert (summary.chunks, summary.distinct, summary.cached, summary.computed) == (11, 10, 0, 10)
     assert summary.tokens == summary.tokens_computed == tokens
     assert summary.bytes_per_token == pipeline.runner.kv_bytes_per_token
-    assert summary.bytes_written == sum(record.nbytes for record in pipeline.store.records())
+    assert summary.kv_bytes == sum(record.nbytes for record in pipeline.store.records())
     assert len(list(tmp_path.rglob("*.safetensors"))) == 10
     assert summary.not_on_disk == {}
     assert summary.seconds > 0
@@ -92,9 +95,9 @@ def test_progress_starts_at_what_is_cached_and_ends_at_everything(make_rag):
     summary = pipeline.precompute(seen.append)
     assert [progress.chunks_done for progress in seen] == [2, 2 + CHUNKS_PER_CALL, 10]
     assert seen[0].tokens_done == summary.tokens - summary.tokens_computed
-    assert seen[0].bytes_written == 0
+    assert seen[0].kv_bytes == 0
     assert (seen[-1].tokens_done, seen[-1].tokens) == (summary.tokens, summary.tokens)
-    assert seen[-1].bytes_written == summary.bytes_written
+    assert seen[-1].kv_bytes == summary.kv_bytes
 
 
 def test_an_interrupted_run_keeps_what_it_had_and_the_next_one_goes_on(make_rag, monkeypatch, tmp_path):
@@ -111,6 +114,29 @@ def test_an_interrupted_run_keeps_what_it_had_and_the_next_one_goes_on(make_rag,
     summary = restarted.precompute()
     assert (summary.cached, summary.computed) == (CHUNKS_PER_CALL, len(DOCUMENTS) - CHUNKS_PER_CALL)
     assert len(seen) == summary.computed
+
+
+def test_an_event_loop_gets_the_same_summary(make_rag):
+    seen = []
+    summary = asyncio.run(make_rag(DOCUMENTS).aprecompute(seen.append))
+    assert (summary.computed, summary.cached) == (len(DOCUMENTS), 0)
+    assert [progress.chunks_done for progress in seen] == [0, 4, 8, 10]
+
+
+def test_cancelling_it_in_an_event_loop_keeps_what_was_begun_and_computes_no_more(make_rag):
+    pipeline = make_rag(DOCUMENTS)
+    begun, go_on = threading.Event(), threading.Event()
+
+    async def cancel():
+        computing = asyncio.create_task(pipeline.aprecompute(lambda _: (begun.set(), go_on.wait(30))))
+        await asyncio.to_thread(begun.wait, 30)
+        computing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await computing
+        go_on.set()
+
+    asyncio.run(cancel())
+    assert len(pipeline.store.records()) == CHUNKS_PER_CALL
 
 
 def test_questions_are_answered_while_chunks_are_computed(make_rag):

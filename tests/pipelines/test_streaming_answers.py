@@ -170,6 +170,61 @@ def test_an_asynchronous_stream_that_is_cancelled_while_it_waits_ends_its_reques
     assert rag.run(QUESTION).text
 
 
+def test_an_asynchronous_stream_gives_the_whole_answer_too_and_asks_once(rag):
+    whole = rag.run(QUESTION)
+
+    async def read():
+        stream = rag.astream(QUESTION)
+        waiting = asyncio.create_task(stream.answer())
+        pieces = [piece async for piece in stream]
+        return "".join(pieces), await waiting, await stream.answer(), await rag.astream(QUESTION).answer()
+
+    text, *answers = asyncio.run(read())
+    assert text.strip() == whole.text
+    for answer in answers:
+        assert (answer.text, answer.sources) == (whole.text, whole.sources)
+        assert answer.meta.new_tokens == whole.meta.new_tokens
+    assert answers[0].meta == answers[1].meta
+
+
+def test_closing_an_asynchronous_stream_ends_its_request_and_its_pieces(rag):
+    async def close():
+        stream = rag.astream(QUESTION, sampling=ENDLESS)
+        assert await anext(stream)
+        await stream.aclose()
+        assert [piece async for piece in stream] == []
+        return await stream.answer()
+
+    answer = asyncio.run(close())
+    assert answer.meta.finish_reason == "abort"
+    assert running(rag) == []
+
+
+def test_cancelling_the_wait_for_an_asynchronous_answer_ends_its_request(rag):
+    async def cancel():
+        stream = rag.astream(QUESTION, sampling=ENDLESS)
+        assert await anext(stream)
+        waiting = asyncio.create_task(stream.answer())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        return await stream.answer()
+
+    assert asyncio.run(cancel()).meta.finish_reason == "abort"
+
+
+def test_an_asynchronous_stream_closed_before_it_was_read_asks_nothing(rag):
+    async def close():
+        stream = rag.astream(QUESTION)
+        await stream.aclose()
+        assert [piece async for piece in stream] == []
+        await stream.answer()
+
+    with pytest.raises(PipelineError, match="closed before its question was asked"):
+        asyncio.run(close())
+
+
 def test_what_cannot_be_streamed_raises_at_the_first_piece(rag):
     async def read():
         return [piece async for piece in rag.astream("")]

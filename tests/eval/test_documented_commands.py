@@ -1,0 +1,36 @@
+"""The measuring commands that README and Makefile show can be called as they are shown."""
+
+import re
+import shlex
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import typer.main
+
+REPOSITORY = Path(__file__).parents[2]
+DATA_OPTION = "$(if $(DATA),--data $(DATA))"
+
+
+def shown(name: str) -> list[str]:
+    """The `python -m eval...` lines of a file without their comments; Makefile lines without DATA and with it."""
+    text = (REPOSITORY / name).read_text(encoding="utf-8")
+    lines = [found.partition("#")[0].strip() for found in re.findall(r"python -m (eval\.[^`\n]*)", text)]
+    return [line.replace(DATA_OPTION, option).strip() for line in lines for option in ("", "--data some.jsonl")]
+
+
+COMMANDS = sorted({*shown("README.md"), *shown("Makefile")})
+
+
+def test_every_measuring_command_is_shown_in_the_readme_and_is_a_target() -> None:
+    for name in ("README.md", "Makefile"):
+        modules = {line.split()[0] for line in shown(name)}
+        assert modules == {"eval.musique", "eval.latency", "eval.retrieval"}
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_that_is_shown_has_every_option_it_needs(line: str) -> None:
+    module, *arguments = shlex.split(line)
+    command = typer.main.get_command(import_module(module).app)
+    given = command.make_context(module, arguments).params
+    assert str(given.get("data")).endswith(arguments[arguments.index("--data") + 1] if "--data" in arguments else "")
