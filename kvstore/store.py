@@ -166,7 +166,9 @@ class ChunkStore:
                 return self._host.evict(key)
             if not self._host.is_pinned(key):
                 return self._delete_from_disk(key)
-            self._deferred_on_disk.add(key)
+            # Only what is there now: a file that another process writes later is not the one meant.
+            if Tier.DISK in self._availability.tiers(key):
+                self._deferred_on_disk.add(key)
             return 0
 
     def records(self) -> list[ChunkRecord]:

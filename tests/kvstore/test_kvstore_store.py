@@ -379,3 +379,14 @@ def test_a_closed_store_gives_its_memory_back_and_refuses_work(tmp_path):
         with pytest.raises(StoreError):
             call(argument)
     handle.release()
+
+
+def test_evicting_a_pinned_chunk_that_is_not_on_disk_spares_the_file_another_process_writes_later(tmp_path):
+    chunk = sample(0)
+    store = ChunkStore(tmp_path, 0)
+    handle = store.pin([chunk.identity.key])
+    assert store.evict(chunk.identity.key, Tier.DISK) == 0
+    ChunkStore(tmp_path, 0).put(chunk)
+    store.refresh()
+    handle.release()
+    assert store.lookup(chunk.identity) is Tier.DISK
