@@ -38,7 +38,7 @@ def ask(
 
     \b
     Example:
-      cacheblend ask "Which baker invented the salt cake?" --docs inputs/data/demo
+      cacheblend ask "Which baker invented the salt cake?" --docs inputs/data/demo --top-k 3
     """
     paths = [*docs, *(more_docs or [])]
     with open_presenter(paths, model, chunks, retrieval, answer, stream, as_json) as presenter:
