@@ -134,7 +134,7 @@ class BlendEngine:
             raise BlendError(f"Request id '{request.request_id}' is in use; give each request its own.")
         require_fits(request.plan.length, request.sampling.max_tokens, self._runner.max_model_len)
         self._waiting[request.request_id] = _Request(request, submitted or time.perf_counter(), request.plan)
-        self._observe(QuestionQueued(request.request_id, _identities(request.plan)))
+        self._observe(QuestionQueued(request.request_id, request.plan.chunks))
         if request.candidates:
             self._observe(CandidatesSeen(request.request_id, request.candidates))
 
@@ -301,12 +301,6 @@ class BlendEngine:
         if state.reason is not None and state.reason not in report.fallback_reasons:
             report.fallback_reasons = (*report.fallback_reasons, state.reason)
         self._ended.append(_outcome(state, reason, report))
-
-
-def _identities(plan: BlendPlan) -> tuple[ChunkIdentity, ...]:
-    """The plan's reused chunks, each once, in order."""
-    found = {i.key: i for i in (span.segment.identity for span in plan.reused) if i is not None}
-    return tuple(found.values())
 
 
 def _bytes_by_first_tier(read: dict[str, int], loaded: Counter[str]) -> dict[str, int]:

@@ -136,6 +136,12 @@ class BlendPlan:
         return tuple(s.identity.key for s in self.segments if s.identity is not None)
 
     @property
+    def chunks(self) -> tuple[ChunkIdentity, ...]:
+        """The reused chunks, each once, in the order of their first use."""
+        found = {s.identity.key: s.identity for s in self.segments if s.identity is not None}
+        return tuple(found.values())
+
+    @property
     def fallback_reasons(self) -> tuple[str, ...]:
         """Why chunks that were asked for as reusable are fresh, in order of segments."""
         return tuple(s.reason for s in self.segments if s.reason is not None)

@@ -31,10 +31,10 @@ from eval.provenance import ModelIdentity, provenance
 from eval.speed.measure import SpeedRun, Stand, measure
 from eval.speed.report import print_speed, speed_values
 from eval.speed.workload import make_workload
-from eval.tokenizer import require_tokenizer
 from inputs import INVENTED_PATH
 from kvstore.store import ChunkStore
 from pipelines.models import DEFAULT_MODEL, resolve_model
+from pipelines.tokenizer import require_tokenizer
 
 DEFAULT_ARMS = "full,reuse,chunk_head:16,deviation:0.15,query:0.15,chunk_head+query:0.15"
 HOST_BUDGET_BYTES = 16 << 30

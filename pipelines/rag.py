@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.assembly import make_engine
-from cacheblend.models.loading import load_tokenizer
 from cacheblend.plan import BlendPlan, Policy, Segment, SegmentRole, require_fits
 from cacheblend.request import EngineRequest, RequestOutcome
 from cacheblend.sampling_params import SamplingParams
@@ -33,6 +32,7 @@ from pipelines.prompt import PromptTemplate
 from pipelines.runners import choose_engine, make_runner
 from pipelines.stored_chunks import StoredChunks
 from pipelines.streaming import AnswerStream, AsyncAnswerStream
+from pipelines.tokenizer import require_tokenizer
 from retrieval.chunk import Chunk
 from retrieval.chunking import TokenChunker
 from retrieval.documents import Document
@@ -77,9 +77,7 @@ class RagPipeline:
         self.config = config
         self.engine = choose_engine(config.engine)
         folder = resolve_model(config.model)
-        self._tokenizer = load_tokenizer(folder)
-        if self._tokenizer is None:
-            raise PipelineError(f"The model folder {folder} holds no tokenizer; save one there with save_pretrained.")
+        self._tokenizer = require_tokenizer(folder)
         self.store = ChunkStore(config.cache_dir, config.host_budget_bytes)
         self._stored = StoredChunks(self.store)
         self.runner = make_runner(self.engine, folder, self.store, config.dtype, config.device)

@@ -72,13 +72,12 @@ class LruScheduler:
         if request_id in self._requests:
             raise BlendError(f"Request '{request_id}' was admitted before; give each request its own id.")
         plan, reason = self._effective(plan, policy)
-        keys = tuple(dict.fromkeys(plan.keys))
+        keys = tuple(chunk.key for chunk in plan.chunks)
         self._requests[request_id] = keys
         self._pins.update(keys)
         for key in keys:
             self._ordering.touch(key)
-        wanted = {i.key: i for i in (s.segment.identity for s in plan.reused) if i is not None}
-        loads, evictions = self._make_room([wanted[key] for key in keys], "admission", self._pins)
+        loads, evictions = self._make_room(plan.chunks, "admission", self._pins)
         return Admission(plan, loads, evictions, reason)
 
     def on_unavailable(self, key: ChunkKey) -> None:

@@ -17,7 +17,6 @@ from cacheblend.sampling_params import SamplingParams
 from eval.errors import EvalError
 from eval.fidelity.arms import TIER_NAMES, Arm
 from eval.layout import LaidOutPrompt
-from eval.tokenizer import require_tokenizer
 from inputs import Example
 from kvstore.errors import ChunkUnavailable
 from kvstore.key import ChunkIdentity
@@ -28,6 +27,7 @@ from pipelines.models import resolve_model
 from pipelines.precompute import PrecomputeSummary, precompute_chunks
 from pipelines.prompt import PromptTemplate
 from pipelines.runners import choose_engine, make_runner
+from pipelines.tokenizer import require_tokenizer
 from retrieval.chunking import TokenChunker
 from retrieval.documents import Document
 

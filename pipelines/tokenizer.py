@@ -1,4 +1,4 @@
-"""The tokenizer of the model that is measured."""
+"""The tokenizer that a model folder must hold."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend.models.loading import load_tokenizer
-from eval.errors import EvalError
+from pipelines.errors import PipelineError
 
 
 def require_tokenizer(folder: Path) -> Any:
     """The tokenizer of a model folder.
 
     Raises:
-        EvalError: the folder has none.
+        PipelineError: the folder has none.
         BlendError: its files are damaged.
     """
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
-        raise EvalError(f"The model folder {folder} holds no tokenizer; save one there with save_pretrained.")
+        raise PipelineError(f"The model folder {folder} holds no tokenizer; save one there with save_pretrained.")
     return tokenizer
