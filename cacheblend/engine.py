@@ -33,6 +33,7 @@ from cacheblend.protocols import (
     SpeculativePredictor,
     TokensGenerated,
 )
+from cacheblend.reports import bytes_by_first_tier
 from cacheblend.request import EngineRequest, EngineStep, RequestOutcome
 from kvstore.errors import UnavailableReason
 from kvstore.events import StoreEvent
@@ -297,19 +298,10 @@ class BlendEngine:
             state.pins.release()
         self._scheduler.release(state.id)
         self._observe(QuestionFinished(state.id))
-        report.bytes_loaded = _bytes_by_first_tier(report.bytes_loaded, state.loaded_bytes)
+        report.bytes_loaded = bytes_by_first_tier(report.bytes_loaded, state.loaded_bytes)
         if state.reason is not None and state.reason not in report.fallback_reasons:
             report.fallback_reasons = (*report.fallback_reasons, state.reason)
         self._ended.append(_outcome(state, reason, report))
-
-
-def _bytes_by_first_tier(read: dict[str, int], loaded: Counter[str]) -> dict[str, int]:
-    """Count bytes that were brought to the host for this request by the tier they came from."""
-    by_tier = Counter(read)
-    for tier, nbytes in loaded.items():
-        by_tier[Tier.HOST.value] -= nbytes
-        by_tier[tier] += nbytes
-    return {tier: nbytes for tier, nbytes in by_tier.items() if nbytes > 0}
 
 
 def _outcome(state: _Request, reason: FinishReason, report: BlendReport) -> RequestOutcome:

@@ -319,6 +319,10 @@ class FakePrefetcher(AsyncPrefetcher):
         self._finish_by_itself([key for key in keys if key in self._flying])
         return {key: self._latest[key] for key in keys if key in self._latest and key not in self._flying}
 
+    def wait_any(self, timeout_s: float) -> None:
+        """See `AsyncPrefetcher.wait_any`; returns at once in any case."""
+        self.waits.append(timeout_s)
+
     def cancel(self, key: ChunkKey) -> bool:
         """See `AsyncPrefetcher.cancel`; a transfer that has not ended has not begun."""
         if key not in self._flying:

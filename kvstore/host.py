@@ -21,15 +21,17 @@ class HostTier:
 
     Args:
         budget_bytes: KV bytes this tier may hold; 0 holds nothing.
+        pinned: keep chunks in page-locked memory, which a GPU copies from at full speed and without waiting.
 
     Raises:
         StoreError: a negative budget.
     """
 
-    def __init__(self, budget_bytes: int):
+    def __init__(self, budget_bytes: int, pinned: bool = False):
         if budget_bytes < 0:
             raise StoreError(f"A host budget of {budget_bytes} bytes makes no sense; give 0 or more.")
         self.budget_bytes = budget_bytes
+        self._pinned = pinned
         self._lock = threading.Lock()
         self._chunks: dict[ChunkKey, ChunkKV] = {}
         self._reserved: dict[ChunkKey, int] = {}
@@ -49,7 +51,7 @@ class HostTier:
         Raises:
             HostBudgetExceeded: it does not fit beside what is held and reserved.
         """
-        chunk = _owning(chunk)
+        chunk = _owning(chunk, self._pinned)
         key = chunk.identity.key
         with self._lock:
             self._deferred.discard(key)
@@ -79,7 +81,7 @@ class HostTier:
             HostBudgetExceeded: the chunk is larger than what was reserved and does not fit; still reserved.
             StoreError: there is no reservation.
         """
-        chunk = _owning(chunk)
+        chunk = _owning(chunk, self._pinned)
         key = chunk.identity.key
         with self._lock:
             reserved = self._reservation(key)
@@ -176,9 +178,11 @@ class HostTier:
         return chunk.nbytes
 
 
-def _owning(chunk: ChunkKV) -> ChunkKV:
+def _owning(chunk: ChunkKV, pinned: bool) -> ChunkKV:
     """The chunk on the host, in a storage of its own: a view would keep its whole base alive."""
     kv = chunk.kv.detach().cpu()
+    if pinned:
+        return ChunkKV(chunk.identity, kv.contiguous().pin_memory(), chunk.shard)
     if kv.untyped_storage().nbytes() == chunk.nbytes:
         return ChunkKV(chunk.identity, kv, chunk.shard)
     return ChunkKV(chunk.identity, kv.clone(), chunk.shard)

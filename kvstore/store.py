@@ -36,6 +36,7 @@ class ChunkStore:
         host_budget_bytes: KV bytes the host tier may hold.
         shard: the part of every chunk that this process serves.
         require_writable: refuse a root that cannot be written, instead of serving on without it.
+        pinned: keep the host's chunks in page-locked memory, for copies to a GPU.
 
     Attributes:
         shard: as given.
@@ -52,10 +53,11 @@ class ChunkStore:
         *,
         shard: ShardLayout = _ONE_RANK,
         require_writable: bool = False,
+        pinned: bool = False,
     ):
         self.shard = shard
         self.disk = None if root is None else DiskTier(root, require_writable)
-        self._host = HostTier(host_budget_bytes)
+        self._host = HostTier(host_budget_bytes, pinned)
         self._events = EventQueue()
         self._availability = Availability(self._host, self._events, shard, has_disk=root is not None)
         self._deferred_on_disk: set[ChunkKey] = set()

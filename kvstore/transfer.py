@@ -71,6 +71,10 @@ class AsyncPrefetcher(Protocol):
         """
         ...
 
+    def wait_any(self, timeout_s: float) -> None:
+        """Wait until there is something to poll, or for `timeout_s` seconds."""
+        ...
+
     def cancel(self, key: ChunkKey) -> bool:
         """Call off a transfer for all who asked, with result `cancelled`; False once it has begun."""
         ...
@@ -138,6 +142,11 @@ class ThreadPrefetcher:
                 return {key: self._latest[key] for key in keys if key in self._latest and key not in self._flying}
             finally:
                 self._awaited -= Counter(keys)
+
+    def wait_any(self, timeout_s: float) -> None:
+        """See `AsyncPrefetcher.wait_any`."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._unpolled), timeout_s)
 
     def cancel(self, key: ChunkKey) -> bool:
         """See `AsyncPrefetcher.cancel`."""

@@ -30,7 +30,7 @@ from pipelines.models import resolve_embedder, resolve_model
 from pipelines.precompute import PrecomputeProgress, PrecomputeSummary, precompute_chunks
 from pipelines.prompt import PromptTemplate
 from pipelines.runners import choose_engine, make_runner
-from pipelines.stored_chunks import StoredChunks
+from kvstore.stored_chunks import StoredChunks
 from pipelines.streaming import AnswerStream, AsyncAnswerStream
 from pipelines.tokenizer import require_tokenizer
 from retrieval.chunk import Chunk

@@ -20,10 +20,10 @@ import torch
 from cacheblend.reference.forward import RowsForward, question_tally
 from cacheblend.reference.placement import Placement
 from cacheblend.reference.rows import RowBatch, SequenceRows
-from cacheblend.reference.selection import RowSelection
 from cacheblend.reference.sequence import RunningSequence
 from cacheblend.reference.stopwatch import Stopwatch
 from cacheblend.selectors.base import Candidates, Evidence
+from cacheblend.selectors.selection import RowSelection
 from kvstore.chunk import ChunkKV
 from kvstore.errors import ChunkUnavailable, UnavailableReason
 from kvstore.key import ChunkIdentity, ChunkKey
@@ -130,16 +130,16 @@ class BlendedPrefill:
             if s.id in scores:
                 # The scoring pass has computed the rows before the first reused one for good.
                 fresh = fresh[fresh > s.plan.reused[0].start]
-            selections[s.id] = RowSelection(s, forward.num_layers, forward.device, fresh, scores.get(s.id))
+            selections[s.id] = RowSelection(s.plan, forward.num_layers, forward.device, fresh, scores.get(s.id))
         rows = RowBatch([SequenceRows(s, selections[s.id].positions) for s in blended])
         state = self._enter(rows)
         for layer in range(forward.num_layers):
             placements.ensure(layer)
-            if len(state.rows) and any(selection.narrows_at(layer) for selection in selections.values()):
+            if len(state.rows) and any(selection.drops_at(layer) for selection in selections.values()):
                 with watch.part("score"):
                     state = self._narrow(layer, state, selections)
             for selection in selections.values():
-                selection.count_layer()
+                selection.count_layers()
             state = self._advance(layer, state)
         return selections
 
@@ -165,9 +165,11 @@ class BlendedPrefill:
         for part, where in state.rows:
             selection, stored = selections[part.sequence.id], part.sequence
             keep = torch.ones(len(part.positions), dtype=torch.bool, device=self._forward.device)
-            if selection.narrows_at(layer):
+            if selection.needs_deviation_at(layer):
                 old_k, old_v = stored.keys(layer)[:, part.positions], stored.values(layer)[:, part.positions]
                 keep = selection.narrow(layer, _deviation(k[:, where], old_k) + _deviation(v[:, where], old_v))
+            elif selection.drops_at(layer):
+                keep = selection.narrow(layer)
             kept.append(keep)
             parts.append(SequenceRows(stored, part.positions[keep]))
         going_on = torch.cat(kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from cacheblend.errors import BlendError
 from cacheblend.selectors.base import Selector, require_ratio
@@ -16,44 +17,63 @@ from cacheblend.selectors.query import QuerySelector
 DEFAULT_RATIO = 0.15
 DEFAULT_HEAD_TOKENS = 16
 
-_Maker = Callable[[float | None, int | None], Selector]
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What a caller says beside the name; None is the default."""
+
+    ratio: float | None
+    head_tokens: int | None
+    check_layers: tuple[int, ...] | None
+
+    @property
+    def share(self) -> float:
+        return DEFAULT_RATIO if self.ratio is None else self.ratio
+
+    def chunk_head(self) -> ChunkHeadSelector:
+        if self.head_tokens is not None:
+            return ChunkHeadSelector(tokens=self.head_tokens)
+        return ChunkHeadSelector(tokens=DEFAULT_HEAD_TOKENS, ratio=self.ratio)
+
+    def heads(self) -> ChunkHeadSelector:
+        return ChunkHeadSelector(tokens=DEFAULT_HEAD_TOKENS if self.head_tokens is None else self.head_tokens)
+
+    def query(self) -> QuerySelector:
+        return QuerySelector(self.share)
+
+    def deviation(self) -> DeviationSelector:
+        if self.check_layers is None:
+            return DeviationSelector(self.share)
+        return DeviationSelector(self.share, self.check_layers)
 
 
-def _chunk_head(ratio: float | None, head_tokens: int | None) -> ChunkHeadSelector:
-    if head_tokens is not None:
-        return ChunkHeadSelector(tokens=head_tokens)
-    return ChunkHeadSelector(tokens=DEFAULT_HEAD_TOKENS, ratio=ratio)
-
-
-def _heads(head_tokens: int | None) -> ChunkHeadSelector:
-    return ChunkHeadSelector(tokens=DEFAULT_HEAD_TOKENS if head_tokens is None else head_tokens)
-
-
-def _or_default(ratio: float | None) -> float:
-    return DEFAULT_RATIO if ratio is None else ratio
-
-
-_MAKERS: dict[str, _Maker] = {
-    "none": lambda ratio, head: NoneSelector(),
-    "chunk_head": _chunk_head,
-    "deviation": lambda ratio, head: DeviationSelector(_or_default(ratio)),
-    "query": lambda ratio, head: QuerySelector(_or_default(ratio)),
-    "chunk_head+query": lambda ratio, head: HeadsThenSelector(_heads(head), QuerySelector(_or_default(ratio))),
-    "chunk_head+deviation": lambda ratio, head: HeadsThenSelector(_heads(head), DeviationSelector(_or_default(ratio))),
-    "full": lambda ratio, head: FullSelector(),
+_MAKERS: dict[str, Callable[[_Wanted], Selector]] = {
+    "none": lambda wanted: NoneSelector(),
+    "chunk_head": _Wanted.chunk_head,
+    "deviation": _Wanted.deviation,
+    "query": _Wanted.query,
+    "chunk_head+query": lambda wanted: HeadsThenSelector(wanted.heads(), wanted.query()),
+    "chunk_head+deviation": lambda wanted: HeadsThenSelector(wanted.heads(), wanted.deviation()),
+    "full": lambda wanted: FullSelector(),
 }
 
 SELECTOR_NAMES = tuple(_MAKERS)
 _FIXED = {"none": 0.0, "full": 1.0}
 
 
-def make_selector(name: str, ratio: float | None = None, head_tokens: int | None = None) -> Selector:
+def make_selector(
+    name: str,
+    ratio: float | None = None,
+    head_tokens: int | None = None,
+    check_layers: tuple[int, ...] | None = None,
+) -> Selector:
     """Build a selector from its name.
 
     Args:
         name: one of `SELECTOR_NAMES`.
         ratio: share of reusable rows to recompute, 0 to 1; None is the selector's default (0.15).
         head_tokens: rows per chunk for `chunk_head` and its compositions; None is 16.
+        check_layers: layers at which `deviation` and its composition drop rows; None is (1,).
 
     Raises:
         BlendError: for an unknown name, a ratio outside 0 to 1, or a ratio that contradicts `none` or `full`.
@@ -65,4 +85,4 @@ def make_selector(name: str, ratio: float | None = None, head_tokens: int | None
         raise BlendError(f"Selector '{name}' takes no ratio (got {ratio}); leave it out or use another selector.")
     if ratio is not None:
         require_ratio(ratio)
-    return maker(ratio, head_tokens)
+    return maker(_Wanted(ratio, head_tokens, check_layers))

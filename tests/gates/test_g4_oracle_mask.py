@@ -3,34 +3,16 @@
 A mask that lets a recomputed row see a later key, or hides an earlier one, fails here by orders of magnitude.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.reference import attention
-from cacheblend.selectors.base import Evidence, Selector
+from cacheblend.selectors.given import GivenRowsSelector
 from kvstore.key import ChunkIdentity
 
 TOLERANCE = 1e-4
 LENGTHS = (130, 41, 170)
-
-
-@dataclass(frozen=True)
-class GivenRows(Selector):
-    """Recomputes the rows it was made with."""
-
-    rows: frozenset[int]
-    name: ClassVar[str] = "given"
-    evidence: ClassVar[Evidence] = Evidence.NOTHING
-    share: ClassVar[float] = 0.0
-    spec: ClassVar[str] = "given"
-
-    def choose(self, candidates, share):
-        return torch.tensor([int(p) in self.rows for p in candidates.positions], dtype=torch.bool)
 
 
 def exact_chunks(bench):
@@ -53,7 +35,7 @@ def test_g4_recomputing_any_rows_of_exact_kv_changes_nothing(bench, max_error, d
             st.tuples(st.integers(0, 340), st.integers(1, 300)).map(lambda r: frozenset(range(r[0], sum(r)))),
         )
     )
-    plan = bench.plan(exact_chunks(bench), bench.ids(9, 2), GivenRows(rows))
+    plan = bench.plan(exact_chunks(bench), bench.ids(9, 2), GivenRowsSelector.everywhere(sorted(rows)))
     assert max_error(bench.logits(plan), bench.full(plan.token_ids)) <= TOLERANCE
 
 
@@ -66,7 +48,7 @@ def test_g4_an_off_by_one_mask_is_caught(llama, max_error, monkeypatch, shift):
 
     chunks = exact_chunks(llama)
     rows = frozenset(range(0, sum(LENGTHS), 3))
-    plan = llama.plan(chunks, llama.ids(9, 2), GivenRows(rows))
+    plan = llama.plan(chunks, llama.ids(9, 2), GivenRowsSelector.everywhere(sorted(rows)))
     want = llama.full(plan.token_ids)
     monkeypatch.setattr("cacheblend.reference.rows.row_blocks", shifted)
     assert max_error(llama.logits(plan), want) > 1e-2
@@ -74,5 +56,5 @@ def test_g4_an_off_by_one_mask_is_caught(llama, max_error, monkeypatch, shift):
 
 def test_g4_exact_chunks_stand_where_they_were_encoded(llama):
     chunks: list[ChunkIdentity] = exact_chunks(llama)
-    plan = llama.plan(chunks, llama.ids(9, 2), GivenRows(frozenset()))
+    plan = llama.plan(chunks, llama.ids(9, 2), GivenRowsSelector.everywhere(()))
     assert [span.start for span in plan.reused] == [chunk.base_position for chunk in chunks]

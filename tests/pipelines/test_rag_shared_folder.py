@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipelines.stored_chunks import REFRESH_INTERVAL_S, StoredChunks
+from kvstore.stored_chunks import REFRESH_INTERVAL_S, StoredChunks
 
 DOCUMENTS = [f"Lighthouse {number} stands on a rock and was lit in {1800 + number}." for number in range(4)]
 

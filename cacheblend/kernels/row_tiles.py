@@ -1,0 +1,227 @@
+"""How scattered rows are divided among the kernel's programs: made once a forward pass, used by every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+
+import torch
+
+from cacheblend.errors import BlendError
+
+BALANCE = 1.25
+"""A tile is cut when it would take this many times a resident program's even share of its request's work."""
+MIN_PART_KEYS = 512
+"""Keys below which a part is not worth a partial result."""
+ASSUMED_PROCESSORS = 132
+LARGE_SHARED_MEMORY = 200 * 1024
+MAX_HEAD_DIM = 256
+REGISTERS_OF_A_PROCESSOR = 65536
+MAX_REGISTERS_OF_A_THREAD = 255
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """The kernel's block sizes.
+
+    Attributes:
+        block_m: query vectors of a tile, rows times the query heads of one kv head; a power of two.
+        block_n: keys read at a time; a power of two.
+        num_warps: warps of a program.
+        num_stages: depth of the software pipeline. Keys are found through the block table, which takes every second
+            stage: 3 reads keys one block ahead of their use, 5 two.
+        resident: programs that shall run on one processor at once; registers are limited to what this allows.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    resident: int = 1
+
+    @property
+    def max_registers(self) -> int | None:
+        """Registers of a thread, None for as many as it likes."""
+        allowed = REGISTERS_OF_A_PROCESSOR // (self.resident * self.num_warps * 32) // 8 * 8
+        return allowed if allowed < MAX_REGISTERS_OF_A_THREAD else None
+
+
+def tile_config(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) -> TileConfig:
+    """Choose block sizes that fit the device's registers and shared memory.
+
+    Args:
+        dtype: of queries, keys and values.
+        head_dim: elements of a head.
+        group: query heads of one kv head.
+        device: where the kernel will run.
+
+    Returns:
+        Fixed choices: tuning at run time would make first calls slow, and results differ from start to start.
+
+    Raises:
+        BlendError: heads are larger than a tile can hold.
+    """
+    if head_dim > MAX_HEAD_DIM:
+        raise BlendError(f"head size {head_dim} is above {MAX_HEAD_DIM}: use a selector without scattered rows.")
+    config = _base_config(dtype, head_dim, device)
+    if group <= config.block_m:
+        return config
+    return replace(config, block_m=1 << (group - 1).bit_length())
+
+
+def _base_config(dtype: torch.dtype, head_dim: int, device: torch.device) -> TileConfig:
+    if dtype == torch.float32:
+        # Exact products run on the ordinary units, where operands soon fill the registers.
+        return TileConfig(32 if head_dim <= 128 else 16, 32, 8, 1)
+    if not _is_large(device):
+        return TileConfig(64, 64 if head_dim <= 128 else 32, 4, 3)
+    if head_dim <= 64:
+        return TileConfig(128, 64, 4, 5, resident=2)
+    return TileConfig(128, 64 if head_dim <= 128 else 32, 8, 5)
+
+
+def _is_large(device: torch.device) -> bool:
+    """Whether it is of a data centre's H100 class; a device that is not CUDA is taken for one."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= LARGE_SHARED_MEMORY
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Consecutive rows of one request, with the keys they reach."""
+
+    first_row: int
+    rows: int
+    request: int
+    reach: int
+
+    def parts(self, longest: int, block_n: int) -> list[tuple[int, int]]:
+        """Key ranges of about equal length, none above `longest`, all starting at a multiple of `block_n`."""
+        blocks = -(-self.reach // block_n)
+        count = -(-self.reach // longest)
+        starts = [blocks * part // count * block_n for part in range(count)]
+        return list(zip(starts, [*starts[1:], self.reach], strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowTiles:
+    """Work of the attention kernel for given rows, the same for every layer of a forward pass.
+
+    A tile is a run of rows of ONE request. Where a request has too few tiles to fill the device, its tiles are cut
+    along the keys into parts whose partial results a second kernel merges. Tiles and cuts of a request depend on its
+    own rows alone, so that its result never depends on what else is in the batch.
+
+    Attributes:
+        work: [items, 6] int32 on the device, longest first: first row, rows, request, first key, end of keys, and the
+            index of the partial result or -1 where the item is its whole tile.
+        merges: [cut tiles, 4] int32 on the device: first row, rows, first partial result, number of them.
+        parts: partial results in all.
+        rows: rows in all.
+        requests: one more than the largest request index.
+        reach: one more than the largest position.
+        group: query heads of one kv head.
+        config: block sizes that the tiles were made for.
+    """
+
+    work: torch.Tensor
+    merges: torch.Tensor
+    parts: int
+    rows: int
+    requests: int
+    reach: int
+    group: int
+    config: TileConfig
+
+    @classmethod
+    def of(
+        cls,
+        row_requests: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        config: TileConfig | None = None,
+    ) -> RowTiles:
+        """Divide rows into tiles on the host, and copy the tables to the device.
+
+        Give host tensors where there are some: tensors on a device are fetched first, which waits for the device.
+
+        Args:
+            row_requests: [rows] integer, ascending.
+            positions: [rows] integer, ascending within a request.
+            heads: query heads.
+            kv_heads: key/value heads, a divisor of `heads`.
+            head_dim: elements of a head.
+            dtype: of queries, keys and values.
+            device: where the kernel will run.
+            config: block sizes; by default `tile_config`'s choice.
+
+        Raises:
+            BlendError: rows are not sorted by request and position, a number is negative, or the heads do not divide.
+        """
+        if kv_heads < 1 or heads % kv_heads:
+            raise BlendError(f"{heads} query heads cannot share {kv_heads} kv heads: the first must be a multiple.")
+        requests, places = row_requests.tolist(), positions.tolist()
+        _require_sorted(requests, places)
+        group = heads // kv_heads
+        config = config or tile_config(dtype, head_dim, group, device)
+        work: list[tuple[int, ...]] = []
+        merges: list[tuple[int, ...]] = []
+        parts = 0
+        for tiles in _tiles_by_request(requests, places, config.block_m // group):
+            longest = _longest_part(tiles, kv_heads, config, _processors(device))
+            for tile in tiles:
+                ranges = tile.parts(longest, config.block_n)
+                indices = range(parts, parts + len(ranges)) if len(ranges) > 1 else [-1]
+                of_tile = (tile.first_row, tile.rows)
+                work += [(*of_tile, tile.request, *keys, index) for keys, index in zip(ranges, indices, strict=True)]
+                if len(ranges) > 1:
+                    merges.append((*of_tile, parts, len(ranges)))
+                    parts += len(ranges)
+        # The longest start first, so that the short ones fill the gaps at the end.
+        work.sort(key=lambda item: item[3] - item[4])
+        return cls(
+            work=torch.tensor(work, dtype=torch.int32, device=device).view(-1, 6),
+            merges=torch.tensor(merges, dtype=torch.int32, device=device).view(-1, 4),
+            parts=parts,
+            rows=len(places),
+            requests=max(requests, default=-1) + 1,
+            reach=max(places, default=-1) + 1,
+            group=group,
+            config=config,
+        )
+
+
+def _require_sorted(requests: list[int], places: list[int]) -> None:
+    if len(requests) != len(places):
+        raise BlendError(f"{len(requests)} row requests do not fit {len(places)} positions: give one of each a row.")
+    order = list(zip(requests, places, strict=True))
+    if any(before > after for before, after in pairwise(order)):
+        raise BlendError("rows are not sorted: sort them by request and by position within a request.")
+    if order and (requests[0] < 0 or min(places) < 0):
+        raise BlendError(f"request {requests[0]} or position {min(places)} of a row is negative: count both from 0.")
+
+
+def _tiles_by_request(requests: list[int], places: list[int], tile_rows: int) -> Iterator[list[_Tile]]:
+    for request, run in groupby(range(len(requests)), key=requests.__getitem__):
+        rows = list(run)
+        firsts = range(rows[0], rows[-1] + 1, tile_rows)
+        ends = [*firsts[1:], rows[-1] + 1]
+        yield [_Tile(a, b - a, request, places[b - 1] + 1) for a, b in zip(firsts, ends, strict=True)]
+
+
+def _longest_part(tiles: list[_Tile], kv_heads: int, config: TileConfig, processors: int) -> int:
+    share = sum(tile.reach for tile in tiles) * kv_heads / (processors * config.resident)
+    keys = max(MIN_PART_KEYS, int(BALANCE * share))
+    return -(-keys // config.block_n) * config.block_n
+
+
+def _processors(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return ASSUMED_PROCESSORS

@@ -1,0 +1,99 @@
+"""Attention of scattered rows over a paged cache."""
+
+from __future__ import annotations
+
+import torch
+
+from cacheblend.errors import BlendError
+from cacheblend.kernels.pages import PagedLayer
+from cacheblend.kernels.row_tiles import RowTiles
+from cacheblend.kernels.rows_attention_torch import attend_rows_torch
+
+
+def rows_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_tables: torch.Tensor,
+    row_requests: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    tiles: RowTiles | None = None,
+) -> torch.Tensor:
+    """Attend from each row to the positions 0 to its own of its request, whatever rows lie between.
+
+    The keys and values of the rows themselves are already in the pages. Query head h reads kv head
+    `h // (heads // kv_heads)`. Softmax and sums are float32. On CUDA a Triton kernel reads every key once for a tile of
+    neighbouring rows; elsewhere plain PyTorch does the same.
+
+    Args:
+        query: [rows, heads, head_dim] float32, bfloat16 or float16; rows sorted by request and position; last stride 1.
+        keys: [blocks, block_size, kv_heads, head_dim] of the query's dtype, any strides but a last one of 1
+            (`PagedLayer` makes such views of vLLM's caches).
+        values: as `keys`, with the same strides.
+        block_tables: [requests, max_blocks] int32, contiguous within a row.
+        row_requests: [rows] int32 or int64, indices into `block_tables`.
+        positions: [rows] int32 or int64.
+        scale: factor on the scores, above 0.
+        tiles: the rows' division for the kernel. Make it once and pass it to every layer: without it each call fetches
+            the rows from the device.
+
+    Returns:
+        [rows, heads, head_dim] contiguous, of the query's dtype.
+
+    Raises:
+        BlendError: shapes, dtypes or strides do not fit together, or `tiles` were made for other rows.
+    """
+    layer = PagedLayer(keys, values)
+    _require_fitting(query, layer, block_tables, row_requests, positions, scale)
+    if len(query) == 0:
+        return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if not query.is_cuda:
+        return attend_rows_torch(query, layer, block_tables, row_requests, positions, scale)
+    # Here, for triton is not installed where there is no GPU.
+    from cacheblend.kernels.rows_attention_triton import attend_rows_triton
+
+    if tiles is None:
+        tiles = RowTiles.of(
+            row_requests,
+            positions,
+            heads=query.shape[1],
+            kv_heads=layer.kv_heads,
+            head_dim=layer.head_dim,
+            dtype=query.dtype,
+            device=query.device,
+        )
+    return attend_rows_triton(query, layer, block_tables, positions, scale, tiles)
+
+
+def _require_fitting(
+    query: torch.Tensor,
+    layer: PagedLayer,
+    block_tables: torch.Tensor,
+    row_requests: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+) -> None:
+    if query.dim() != 3 or query.shape[2] != layer.head_dim or query.shape[1] % layer.kv_heads:
+        raise BlendError(
+            f"query {tuple(query.shape)} does not fit {layer.kv_heads} kv heads of {layer.head_dim}: "
+            "give [rows, heads, head_dim] with heads a multiple of the kv heads."
+        )
+    if query.dtype != layer.keys.dtype or query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise BlendError(
+            f"query is {query.dtype} and the cache {layer.keys.dtype}: give both as float32, bfloat16 or float16."
+        )
+    if query.stride(2) != 1:
+        raise BlendError(f"the head dimension of query has stride {query.stride(2)}: make it contiguous.")
+    if len(row_requests) != len(query) or len(positions) != len(query):
+        raise BlendError(
+            f"{len(row_requests)} row requests and {len(positions)} positions do not fit {len(query)} query rows: "
+            "give one of each a row."
+        )
+    if block_tables.dim() != 2 or block_tables.dtype != torch.int32 or block_tables.stride(1) != 1:
+        raise BlendError(
+            f"block tables are {tuple(block_tables.shape)} {block_tables.dtype} with strides {block_tables.stride()}: "
+            "give [requests, max_blocks] int32 with contiguous rows."
+        )
+    if scale <= 0:
+        raise BlendError(f"scale {scale} is not above 0: give the model's own factor on the scores.")

@@ -1,0 +1,106 @@
+"""Which rows of a prompt run through which layer, while a selector is still choosing."""
+
+from __future__ import annotations
+
+import torch
+
+from cacheblend.plan import BlendPlan
+from cacheblend.selectors.base import Candidates, Evidence, Selector
+from cacheblend.selectors.given import GivenRowsSelector, LayerRows
+
+
+class RowSelection:
+    """The context rows of one blended prompt that are computed, narrowed from layer to layer.
+
+    Args:
+        plan: of the prompt; it reuses something.
+        num_layers: of the model.
+        device: where positions live.
+        fresh: [n] int64 ascending, the fresh rows still to compute.
+        scores: [reusable rows] float32 in the order of positions, for selectors that need attention; else None.
+        start: chosen rows before it have been computed already, by an earlier blend of the same plan.
+    """
+
+    def __init__(
+        self,
+        plan: BlendPlan,
+        num_layers: int,
+        device: torch.device,
+        fresh: torch.Tensor,
+        scores: torch.Tensor | None = None,
+        start: int = 0,
+    ) -> None:
+        assert plan.selector is not None
+        self._selector: Selector = plan.selector
+        self._given = plan.selector if isinstance(plan.selector, GivenRowsSelector) else None
+        self._shares = dict(plan.selector.shares(num_layers))
+        self._device = device
+        self._fresh = fresh
+        self._start = start
+        candidates = Candidates.of_plan(plan)
+        self._reusable = len(candidates.positions)
+        if scores is not None:
+            candidates = candidates.scored(scores.cpu())
+        self._chosen = candidates
+        self._per_layer: list[int] = []
+        if plan.selector.evidence is not Evidence.DEVIATION:
+            self._chosen = candidates.take(plan.selector.choose(candidates, plan.selector.share))
+        self._layer_rows: dict[int, tuple[int, ...]] = {0: self.rows}
+
+    def drops_at(self, layer: int) -> bool:
+        """Whether rows are dropped before `layer`."""
+        return self.needs_deviation_at(layer) or (
+            layer > 0 and self._given is not None and self._given.rows_from(layer) is not None
+        )
+
+    def needs_deviation_at(self, layer: int) -> bool:
+        """Whether the rows that `layer` drops depend on the deviation measured there."""
+        return self._selector.evidence is Evidence.DEVIATION and layer in self._shares
+
+    def narrow(self, layer: int, deviation: torch.Tensor | None = None) -> torch.Tensor:
+        """Drop rows at a layer that drops some.
+
+        Args:
+            layer: which one.
+            deviation: [rows] float32 over the current rows, in their order, where it is needed.
+
+        Returns:
+            [rows] bool, True where a row goes on.
+        """
+        before = self.positions
+        if deviation is None:
+            assert self._given is not None
+            going_on = torch.tensor(self._given.rows_from(layer), dtype=torch.int64)
+            self._chosen = self._chosen.take(torch.isin(self._chosen.positions, going_on))
+        else:
+            at_candidates = torch.isin(before, self._chosen.positions.to(self._device))
+            scored = self._chosen.scored(deviation[at_candidates].cpu())
+            self._chosen = scored.take(self._selector.choose(scored, self._shares[layer]))
+        self._layer_rows[layer] = self.rows
+        return torch.isin(before, self.positions)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[rows] int64 ascending: fresh rows and the reusable rows chosen so far that are still to compute."""
+        chosen = self._chosen.positions[self._chosen.positions >= self._start]
+        return torch.cat([self._fresh, chosen.to(self._device)]).sort().values
+
+    def count_layers(self, layers: int = 1) -> None:
+        """Note that so many layers ran with the current rows."""
+        self._per_layer.extend([len(self._chosen.positions)] * layers)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Reusable positions recomputed, ascending."""
+        return tuple(self._chosen.positions.tolist())
+
+    @property
+    def layer_rows(self) -> LayerRows:
+        """The reusable positions recomputed, from each layer on that changed them."""
+        return tuple(self._layer_rows.items())
+
+    @property
+    def ratio(self) -> float:
+        """Recomputed over reusable rows, averaged over the layers counted."""
+        layers = len(self._per_layer)
+        return sum(self._per_layer) / (layers * self._reusable) if layers and self._reusable else 0.0

@@ -1,0 +1,174 @@
+"""How rows attend inside the model's own layers. One strategy a pass.
+
+`RunsAttention` uses the engine's own kernel: each maximal run of consecutive positions is one sequence of a varlen
+batch (query length: the run; sequence length: the run's end; block table: the prompt's). KV is written for all rows
+before any attends, so the stock causal kernel applies exactly the right mask.
+
+`RowsAttention` and `ScoringAttention` use our own: the layer's attention module is called without metadata, as in
+vLLM's profiling run (KV is written, nothing is computed), and a forward hook puts the result in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from cacheblend.kernels.attention_mass import attention_with_mass
+from cacheblend.kernels.row_tiles import RowTiles
+from cacheblend.kernels.rows_attention import rows_attention
+from cacheblend.vllm_backend.pages import LayerPages
+from cacheblend.vllm_backend.rows import RowBatch
+
+
+class PassAttention(Protocol):
+    """Attention of one pass over one batch of rows."""
+
+    @property
+    def metadata(self) -> Any:
+        """What the attention layers find in vLLM's forward context; None for a strategy of our own."""
+        ...
+
+    def attend(
+        self, layer: int, pages: LayerPages, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Our own attention, once the rows' KV is in the pages.
+
+        Args:
+            layer: its index.
+            pages: the layer's.
+            query: [rows, heads, head_dim], rotated.
+            key: [rows, kv_heads, head_dim], rotated.
+            value: [rows, kv_heads, head_dim].
+            scale: of the scores.
+
+        Returns:
+            [rows, heads, head_dim].
+        """
+        ...
+
+
+class RunsAttention:
+    """The engine's own kernel over runs.
+
+    Args:
+        rows: the batch.
+        builder: an attention metadata builder of the engine's backend.
+    """
+
+    def __init__(self, rows: RowBatch, builder: Any) -> None:
+        starts = rows.run_starts
+        ends = torch.cat([starts[1:], torch.tensor([len(rows)])])
+        query_lens = ends - starts
+        seq_lens = (rows.positions_cpu[ends - 1] + 1).to(torch.int32)
+        query_start = torch.cat([starts, torch.tensor([len(rows)])]).to(torch.int32)
+        device = rows.device
+        common = CommonAttentionMetadata(
+            query_start_loc=query_start.to(device),
+            query_start_loc_cpu=query_start,
+            seq_lens=seq_lens.to(device),
+            num_reqs=len(starts),
+            num_actual_tokens=len(rows),
+            max_query_len=int(query_lens.max()),
+            max_seq_len=int(seq_lens.max()),
+            block_table_tensor=rows.block_tables_cpu[rows.prompt_index_cpu[starts]].to(device),
+            slot_mapping=rows.slots,
+            causal=True,
+            positions=rows.positions,
+            seq_lens_cpu_upper_bound=seq_lens,
+        )
+        # fast_build: an ahead-of-time schedule would use buffers sized for the engine's own batches.
+        self._metadata = builder.build(0, common, fast_build=True)
+
+    @property
+    def metadata(self) -> Any:
+        """See `PassAttention.metadata`."""
+        return self._metadata
+
+    def attend(
+        self, layer: int, pages: LayerPages, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Never called: the engine's kernel has done it."""
+        raise AssertionError("the engine's own kernel attends")
+
+
+class RowsAttention:
+    """Our kernel for rows wherever they are: keys are read once a tile of rows, each row has its own position.
+
+    Args:
+        rows: the batch.
+    """
+
+    metadata = None
+
+    def __init__(self, rows: RowBatch) -> None:
+        self._rows = rows
+        self._prompts = rows.prompt_index_cpu.to(rows.device, non_blocking=True)
+        self._tables = rows.block_tables_cpu.to(rows.device, non_blocking=True)
+        self._tiles: RowTiles | None = None
+
+    def attend(
+        self, layer: int, pages: LayerPages, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """See `PassAttention.attend`."""
+        views = pages.views
+        assert views is not None
+        if self._tiles is None:
+            self._tiles = self._divide(query, views[0])
+        rows = self._rows
+        return rows_attention(query, *views, self._tables, self._prompts, rows.positions, scale, self._tiles)
+
+    def _divide(self, query: torch.Tensor, keys: torch.Tensor) -> RowTiles:
+        return RowTiles.of(
+            self._rows.prompt_index_cpu,
+            self._rows.positions_cpu,
+            heads=query.shape[1],
+            kv_heads=keys.shape[2],
+            head_dim=keys.shape[3],
+            dtype=query.dtype,
+            device=query.device,
+        )
+
+
+class ScoringAttention:
+    """Attention that tallies what the question's rows pay to each key. The question's own KV goes to no page.
+
+    Args:
+        rows: fresh rows, and the question's rows last, of each prompt.
+        questions: where each prompt's question starts.
+        tallies: for each prompt, [question's start] float32 that attention mass is added to.
+    """
+
+    metadata = None
+
+    def __init__(self, rows: RowBatch, questions: Sequence[int], tallies: Sequence[torch.Tensor]) -> None:
+        self._parts = [
+            (
+                where,
+                part.prompt.slots(torch.arange(question)).to(rows.device),
+                part.positions.to(rows.device),
+                int((part.positions < question).sum()),
+                tally,
+            )
+            for (part, where), question, tally in zip(rows, questions, tallies, strict=True)
+        ]
+
+    def attend(
+        self, layer: int, pages: LayerPages, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """See `PassAttention.attend`."""
+        out = torch.empty_like(query)
+        for where, slots, positions, context_rows, tally in self._parts:
+            keys, values = pages.read(slots)
+            q, own_keys, own_values = query[where], key[where], value[where]
+            fresh, asking = slice(0, context_rows), slice(context_rows, len(q))
+            if context_rows:
+                out[where][fresh] = attention_with_mass(q[fresh], keys, values, positions[fresh], scale)[0]
+            if context_rows < len(q):
+                keys = torch.cat([keys, own_keys[asking]])
+                values = torch.cat([values, own_values[asking]])
+                out[where][asking], mass = attention_with_mass(q[asking], keys, values, positions[asking], scale)
+                tally += mass[: len(tally)]
+        return out

@@ -1,0 +1,270 @@
+"""The blend of several prompts at once, in pieces.
+
+Up to three stages, as in the reference runner:
+
+1. load: stored KV is taken from the store; a chunk that cannot be had becomes fresh rows of the same plan.
+2. score (selectors that need attention): fresh rows and the question run over plain reuse, and the question's
+   attention is tallied.
+3. recompute: chosen rows and fresh rows run through every layer; `deviation` narrows them at its check layers
+   (arXiv:2405.16444, figure 9).
+
+The question is left to the engine. `BlendBatch.pieces` is a generator that yields after every forward pass, so that
+the caller can spread a large blend over several engine steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from cacheblend.plan import BlendPlan
+from cacheblend.protocols import BlendReport
+from cacheblend.selectors.base import Candidates, Evidence
+from cacheblend.selectors.selection import RowSelection
+from cacheblend.vllm_backend.attention import ScoringAttention
+from cacheblend.vllm_backend.forward import Hidden, LayersForward
+from cacheblend.vllm_backend.messages import BlendDone, BlendOrder
+from cacheblend.vllm_backend.placement import LayerPlacement, PlacedSpan
+from cacheblend.vllm_backend.ranks import Ranks
+from cacheblend.vllm_backend.rotary import RotaryTables
+from cacheblend.vllm_backend.rows import PromptPages, PromptRows, RowBatch, slices
+from cacheblend.vllm_backend.stage_times import StageTimes
+from kvstore.chunk import ChunkKV
+from kvstore.errors import ChunkUnavailable, UnavailableReason
+from kvstore.key import ChunkIdentity, ChunkKey
+from kvstore.store import ChunkStore
+from kvstore.tiers import Tier
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Prompt:
+    """One order while it is blended."""
+
+    order: BlendOrder
+    pages: PromptPages
+    plan: BlendPlan
+    chunks: list[ChunkKV]
+    unavailable: dict[ChunkKey, str]
+    bytes_loaded: dict[str, int]
+    selection: RowSelection | None = None
+    rows: PromptRows | None = None
+    tally: torch.Tensor | None = None
+
+    def fresh(self) -> torch.Tensor:
+        """[n] int64 fresh rows that are still to be computed."""
+        ranges = [
+            torch.arange(max(span.start, self.order.start), min(span.end, self.order.end))
+            for span in self.plan.spans[:-1]
+            if not span.segment.reused and span.end > self.order.start and span.start < self.order.end
+        ]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
+
+    def placed(self) -> list[PlacedSpan]:
+        """The reused spans, those in the pages already left out."""
+        start = self.order.start
+        return [
+            PlacedSpan(self.pages, span, max(span.start, start), chunk)
+            for span, chunk in zip(self.plan.reused, self.chunks, strict=True)
+            if span.end > start
+        ]
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether the question has to be asked what it attends to."""
+        selector = self.plan.selector
+        return bool(self.plan.reused) and selector is not None and selector.evidence is Evidence.ATTENTION
+
+
+@dataclass
+class BlendBatch:
+    """Blends the orders together.
+
+    Args:
+        orders: at least one.
+        forward: runs the model.
+        rotary: of the model.
+        store: where chunks come from.
+        ranks: the tensor-parallel ranks that do the same.
+        most_rows: of one forward pass.
+    """
+
+    orders: Sequence[BlendOrder]
+    forward: LayersForward
+    rotary: RotaryTables
+    store: ChunkStore
+    ranks: Ranks
+    most_rows: int
+    done: dict[str, BlendDone] = field(default_factory=dict)
+
+    def pieces(self) -> Iterator[float]:
+        """Do it, piece by piece; when it ends, `done` has each order's account.
+
+        Yields:
+            After each forward pass, its rows times the share of the layers they went through.
+        """
+        times = StageTimes(self.forward.device)
+        with times.stage("load"):
+            prompts = [self._load(order) for order in self.orders]
+            spans = [span for prompt in prompts for span in prompt.placed()]
+            placement = LayerPlacement(spans, self.forward.pages, self.rotary, self.forward.device)
+
+        def place(layer: int) -> None:
+            with times.stage("relocate"):
+                placement.ensure(layer)
+
+        asking = [prompt for prompt in prompts if prompt.needs_scores]
+        if asking:
+            yield from self._score(asking, place, times)
+        yield from self._recompute(prompts, place, times)
+        # A prompt that computes no row still gets its stored KV.
+        place(self.forward.num_layers - 1)
+        self.done = {p.order.request_id: _account(p, times.milliseconds()) for p in prompts}
+
+    def _load(self, order: BlendOrder) -> _Prompt:
+        found: dict[ChunkKey, ChunkKV] = {}
+        reasons: dict[ChunkKey, str] = {}
+        bytes_loaded: dict[str, int] = {}
+        for identity in order.plan.chunks:
+            try:
+                tier, chunk = self._get(identity)
+            except ChunkUnavailable as gone:
+                reasons[identity.key] = gone.reason.value
+                continue
+            found[identity.key] = chunk
+            bytes_loaded[tier] = bytes_loaded.get(tier, 0) + chunk.nbytes
+        reasons = self.ranks.agree(reasons)
+        for key, reason in reasons.items():
+            logger.warning("chunk %s is prefilled as fresh rows: %s", key[:12], reason)
+        plan = order.plan.with_fresh(reasons)
+        pages = PromptPages.of(order.plan.token_ids, order.block_ids, self.forward.block_size)
+        return _Prompt(order, pages, plan, [found[key] for key in plan.keys], reasons, bytes_loaded)
+
+    def _get(self, identity: ChunkIdentity) -> tuple[str, ChunkKV]:
+        tier = self.store.lookup(identity)
+        chunk = self.store.get(identity)
+        if chunk.kv.dtype != self.forward.dtype:
+            raise ChunkUnavailable(identity.key, UnavailableReason.OTHER_MODEL, f"its KV is {chunk.kv.dtype}")
+        return (tier or Tier.DISK).value, chunk
+
+    def _score(self, prompts: Sequence[_Prompt], place: Callable[[int], None], times: StageTimes) -> Iterator[float]:
+        """Tally the attention that each question pays to the rows before it."""
+        parts = []
+        for prompt in prompts:
+            question = prompt.plan.question
+            prompt.tally = torch.zeros(question.start, dtype=torch.float32, device=self.forward.device)
+            positions = torch.cat([prompt.fresh(), torch.arange(question.start, question.end)])
+            parts.append(PromptRows(prompt.pages, positions, positions < question.start))
+        for piece in slices(parts, self.most_rows):
+            rows = RowBatch([part for _, part in piece], self.forward.device)
+            members = [prompts[index] for index, _ in piece]
+            tallies = [prompt.tally for prompt in members if prompt.tally is not None]
+            with times.stage("score"):
+                attention = ScoringAttention(rows, [prompt.plan.question.start for prompt in members], tallies)
+                hidden = self.forward.embed(rows)
+                self.forward.run(0, self.forward.num_layers, hidden, rows, attention, place, attend_last=True)
+            yield len(rows)
+        for prompt in prompts:
+            assert prompt.tally is not None
+            prompt.tally = self.ranks.sum(prompt.tally)
+
+    def _recompute(
+        self, prompts: Sequence[_Prompt], place: Callable[[int], None], times: StageTimes
+    ) -> Iterator[float]:
+        """Run chosen and fresh rows through every layer, narrowing on the way."""
+        layers = self.forward.num_layers
+        for prompt in prompts:
+            self._choose(prompt)
+        choosing = [prompt.selection for prompt in prompts if prompt.selection is not None]
+        drops = [layer for layer in range(1, layers) if any(selection.drops_at(layer) for selection in choosing)]
+        hidden: Hidden | None = None
+        for first, last in zip([0, *drops], [*drops, layers], strict=True):
+            if first in drops and hidden is not None:
+                place(first)
+                with times.stage("score"):
+                    hidden = self._narrow(first, hidden, prompts)
+            for selection in choosing:
+                selection.count_layers(last - first)
+            kept: list[Hidden] = []
+            done = 0
+            for piece in slices(_rows(prompts), self.most_rows):
+                rows = RowBatch([part for _, part in piece], self.forward.device)
+                with times.stage("recompute"):
+                    entering = (
+                        self.forward.embed(rows) if hidden is None else hidden.take(slice(done, done + len(rows)))
+                    )
+                    kept.append(self.forward.run(first, last, entering, rows, self.forward.attention(rows), place))
+                done += len(rows)
+                yield len(rows) * (last - first) / layers
+            if not kept:
+                return
+            hidden = Hidden.join(kept) if last < layers else None
+
+    def _entering(self, rows: RowBatch, hidden: Hidden | None, first: int) -> Hidden:
+        """What enters the next layers: the rows' embeddings, or their hidden states from index `first` on."""
+        return self.forward.embed(rows) if hidden is None else hidden.take(slice(first, first + len(rows)))
+
+    def _choose(self, prompt: _Prompt) -> None:
+        fresh = prompt.fresh()
+        if prompt.plan.reused:
+            scores = None
+            if prompt.tally is not None:
+                scores = prompt.tally.cpu()[Candidates.of_plan(prompt.plan).positions]
+                # The scoring pass has computed the rows before the first reused one for good.
+                fresh = fresh[fresh > prompt.plan.reused[0].start]
+            prompt.selection = RowSelection(
+                prompt.plan, self.forward.num_layers, torch.device("cpu"), fresh, scores, prompt.order.start
+            )
+            prompt.rows = PromptRows(prompt.pages, prompt.selection.positions)
+        else:
+            prompt.rows = PromptRows(prompt.pages, fresh)
+
+    def _narrow(self, layer: int, hidden: Hidden, prompts: Sequence[_Prompt]) -> Hidden:
+        """Drop the rows whose KV at `layer` deviates least from what is in the pages."""
+        deviations = self._deviations(layer, hidden, prompts)
+        kept, first = [], 0
+        for prompt in prompts:
+            assert prompt.rows is not None
+            last = first + len(prompt.rows.positions)
+            keep = torch.ones(last - first, dtype=torch.bool)
+            if prompt.selection is not None and prompt.selection.drops_at(layer):
+                needed = prompt.selection.needs_deviation_at(layer)
+                keep = prompt.selection.narrow(layer, deviations[first:last] if needed else None)
+                prompt.rows = PromptRows(prompt.pages, prompt.rows.positions[keep])
+            kept.append(keep)
+            first = last
+        return hidden.take(torch.cat(kept).to(self.forward.device))
+
+    def _deviations(self, layer: int, hidden: Hidden, prompts: Sequence[_Prompt]) -> torch.Tensor:
+        """[rows] float32 on the CPU: squared difference of new and stored KV, over all heads of all ranks."""
+        found = []
+        first = 0
+        for piece in slices(_rows(prompts), self.most_rows):
+            rows = RowBatch([part for _, part in piece], self.forward.device)
+            new = self.forward.keys_values(layer, hidden.take(slice(first, first + len(rows))), rows)
+            old = self.forward.pages[layer].read(rows.slots)
+            found.append(sum((n.float() - o.float()).pow(2).sum((1, 2)) for n, o in zip(new, old, strict=True)))
+            first += len(rows)
+        return self.ranks.sum(torch.cat([torch.as_tensor(part) for part in found])).cpu()
+
+
+def _rows(prompts: Sequence[_Prompt]) -> list[PromptRows]:
+    return [prompt.rows for prompt in prompts if prompt.rows is not None]
+
+
+def _account(prompt: _Prompt, parts_ms: dict[str, float]) -> BlendDone:
+    plan, selection = prompt.plan, prompt.selection
+    report = BlendReport(bytes_loaded=prompt.bytes_loaded, parts_ms=parts_ms, fallback_reasons=plan.fallback_reasons)
+    if selection is None or plan.selector is None:
+        return BlendDone(report, ((0, ()),), prompt.unavailable)
+    report.mode = "blend"
+    report.selector = plan.selector.spec
+    report.reused_tokens = plan.reused_tokens
+    report.rows = selection.rows
+    report.recomputed_tokens = len(selection.rows)
+    report.recomputed_ratio = selection.ratio
+    return BlendDone(report, selection.layer_rows, prompt.unavailable)

@@ -1,0 +1,89 @@
+"""The scheduler half's picture of which chunks every worker can have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from kvstore.errors import UnavailableReason
+from kvstore.events import Evicted, Published, StoreEvent
+from kvstore.key import ChunkIdentity, ChunkKey, ShardLayout
+from kvstore.store import ChunkStore
+from kvstore.stored_chunks import StoredChunks
+from kvstore.tiers import ChunkRecord, Tier
+
+
+class ChunkDirectory:
+    """What the workers told of their stores, and what lies in the folder that other processes fill as well.
+
+    A chunk is in a tier once every rank has told so, and leaves it with the first that tells.
+
+    Args:
+        root: the store's folder; None if chunks are in the workers' memory only.
+        ranks: tensor-parallel size.
+    """
+
+    def __init__(self, root: Path | None, ranks: int) -> None:
+        self._ranks = ranks
+        self._told: dict[ChunkKey, dict[Tier, set[int]]] = {}
+        self._folder: ChunkStore | None = None
+        self._in_folder: StoredChunks | None = None
+        if root is not None:
+            self._folder = ChunkStore(root, 0, shard=ShardLayout(0, ranks))
+            self._in_folder = StoredChunks(self._folder)
+
+    @property
+    def folder(self) -> ChunkStore | None:
+        """The store's folder as this process sees it; it holds no bytes in memory."""
+        return self._folder
+
+    def records(self) -> list[ChunkRecord]:
+        """Chunks that lie in the folder already."""
+        return self._folder.records() if self._folder is not None else []
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return any(len(ranks) == self._ranks for ranks in self._told.get(key, {}).values())
+
+    def follow(self, events: Iterable[tuple[int, StoreEvent]]) -> list[StoreEvent]:
+        """Take note of each rank's events.
+
+        Returns:
+            Those that are true of all ranks now.
+        """
+        return [event for rank, event in events if self._now_true(rank, event)]
+
+    def find(
+        self, fingerprint: str, token_ids: Sequence[int], prefixes: Sequence[tuple[int, ...]]
+    ) -> tuple[ChunkIdentity | None, UnavailableReason | None]:
+        """The chunk of these ids behind the first prefix that has it, or None and why; see `ChunkStore.find`."""
+        for prefix in prefixes:
+            identity = ChunkIdentity(fingerprint, prefix, tuple(token_ids))
+            if identity.key in self:
+                return identity, None
+        if self._in_folder is None:
+            return None, UnavailableReason.MISSING
+        return self._in_folder.find(fingerprint, token_ids, prefixes)
+
+    def lose(self, key: ChunkKey) -> None:
+        """A worker could not have the chunk: look at the folder again, and believe nothing told before."""
+        self._told.pop(key, None)
+        if self._folder is not None:
+            self._folder.refresh()
+
+    def close(self) -> None:
+        """Let the folder go."""
+        if self._folder is not None:
+            self._folder.close()
+
+    def _now_true(self, rank: int, event: StoreEvent) -> bool:
+        if isinstance(event, Published):
+            ranks = self._told.setdefault(event.key, {}).setdefault(event.tier, set())
+            ranks.add(rank)
+            return len(ranks) == self._ranks
+        if isinstance(event, Evicted):
+            tiers = self._told.get(event.key, {})
+            was_everywhere = len(tiers.pop(event.tier, ())) == self._ranks
+            if not tiers:
+                self._told.pop(event.key, None)
+            return was_everywhere
+        return rank == 0

@@ -1,0 +1,207 @@
+"""vLLM's own layers over any rows of any prompts.
+
+No model code is copied: the embedding and the decoder layers are the loaded model's modules, called one after another
+under a forward context of our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from cacheblend.errors import UnsupportedModelError
+from cacheblend.vllm_backend.attention import PassAttention, RowsAttention, RunsAttention
+from cacheblend.vllm_backend.pages import LayerPages, PageLayout
+from cacheblend.vllm_backend.rows import RowBatch
+
+
+class _AttentionReached(Exception):
+    """Ends a layer once its keys and values are known."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+
+
+@dataclass(frozen=True, eq=False)
+class Hidden:
+    """Between two layers: hidden states and residual, each [rows, hidden]; no residual before the first layer."""
+
+    states: torch.Tensor
+    residual: torch.Tensor | None
+
+    def take(self, index: torch.Tensor | slice) -> Hidden:
+        """The rows at `index`."""
+        return Hidden(self.states[index], None if self.residual is None else self.residual[index])
+
+    def copy(self) -> Hidden:
+        """The same values in tensors that a layer may overwrite."""
+        return Hidden(self.states.clone(), None if self.residual is None else self.residual.clone())
+
+    @staticmethod
+    def join(parts: Sequence[Hidden]) -> Hidden:
+        """Rows one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        residuals = [part.residual for part in parts if part.residual is not None]
+        return Hidden(torch.cat([p.states for p in parts]), torch.cat(residuals) if residuals else None)
+
+
+class LayersForward:
+    """Runs the loaded model's layers over row batches.
+
+    Args:
+        vllm_config: the engine's.
+        kv_cache_config: the engine's; one group of full attention.
+        caches: the KV cache of each attention layer, by the layer's name.
+        model: the loaded `*ForCausalLM`.
+        kernel: `runs` or `rows`; `auto` is `rows` on a GPU.
+
+    Raises:
+        UnsupportedModelError: if the model's layers are not all attention layers of one kind.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        caches: Mapping[str, torch.Tensor],
+        model: Any,
+        kernel: str = "auto",
+    ) -> None:
+        self._config = vllm_config
+        self._model = model
+        self._layers = list(model.model.layers)
+        attention = [layer.self_attn.attn for layer in self._layers]
+        self._attention = attention
+        self.names = [module.layer_name for module in attention]
+        missing = [name for name in self.names if name not in caches]
+        if missing or len(kv_cache_config.kv_cache_groups) != 1:
+            raise UnsupportedModelError(
+                f"The engine keeps {len(kv_cache_config.kv_cache_groups)} groups of KV caches; the connector blends "
+                "models with one, of full attention."
+            )
+        first = caches[self.names[0]]
+        self.device: torch.device = first.device
+        self.dtype: torch.dtype = first.dtype
+        self.num_layers = len(self._layers)
+        self.block_size: int = vllm_config.cache_config.block_size
+        self.kv_heads: int = attention[0].num_kv_heads
+        self.head_dim: int = attention[0].head_size
+        layout = PageLayout(attention[0], first, self.block_size)
+        self.pages = [LayerPages(a, caches[n], layout) for a, n in zip(attention, self.names, strict=True)]
+        if kernel == "auto":
+            kernel = "rows" if self.device.type == "cuda" and layout.strides is not None else "runs"
+        if kernel == "rows" and layout.strides is None:
+            raise UnsupportedModelError("The pages of this backend are packed; use `attention: runs`.")
+        self.kernel = kernel
+        self._builder = self._make_builder(kv_cache_config)
+
+    def attention(self, rows: RowBatch) -> PassAttention:
+        """The attention of a pass over `rows`."""
+        return RowsAttention(rows) if self.kernel == "rows" else RunsAttention(rows, self._builder)
+
+    def embed(self, rows: RowBatch) -> Hidden:
+        """The rows' embeddings."""
+        return Hidden(self._model.embed_input_ids(rows.token_ids), None)
+
+    def run(
+        self,
+        first: int,
+        last: int,
+        hidden: Hidden,
+        rows: RowBatch,
+        attention: PassAttention,
+        before_layer: Callable[[int], None] | None = None,
+        *,
+        attend_last: bool = False,
+    ) -> Hidden:
+        """Layers `first` to `last` (exclusive).
+
+        Args:
+            first: index of a layer.
+            last: index of a layer, or the number of layers.
+            hidden: what enters layer `first`; overwritten.
+            rows: the batch; each prompt's KV must be in its pages for every earlier position of its rows.
+            attention: of this pass.
+            before_layer: called with each layer's index before it runs.
+            attend_last: run the model's last layer whole; otherwise only its KV is written, since nothing reads the
+                hidden states of rows before the question.
+
+        Returns:
+            What enters layer `last`.
+        """
+        with self._context(rows, attention):
+            for index in range(first, last):
+                if before_layer is not None:
+                    before_layer(index)
+                if index == self.num_layers - 1 and not attend_last:
+                    keys, values = self._stop_at_attention(index, hidden, rows)
+                    self.pages[index].write(rows.slots, keys, values)
+                    break
+                with self._attending(index, attention):
+                    hidden = Hidden(*self._layers[index](rows.positions, hidden.states, hidden.residual))
+        return hidden
+
+    def keys_values(self, index: int, hidden: Hidden, rows: RowBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Only the rows' keys (rotated) and values of layer `index`, each [rows, kv_heads, head_dim]."""
+        with self._context(rows, None):
+            return self._stop_at_attention(index, hidden.copy(), rows)
+
+    def _stop_at_attention(self, index: int, hidden: Hidden, rows: RowBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (len(rows), self.kv_heads, self.head_dim)
+
+        def stop(_module: Any, args: tuple[torch.Tensor, ...]) -> None:
+            raise _AttentionReached(args[1].view(shape), args[2].view(shape))
+
+        handle = self._attention[index].register_forward_pre_hook(stop)
+        try:
+            self._layers[index](rows.positions, hidden.states, hidden.residual)
+        except _AttentionReached as reached:
+            return reached.keys, reached.values
+        finally:
+            handle.remove()
+        raise AssertionError("the layer ended without attention")
+
+    @contextmanager
+    def _attending(self, index: int, attention: PassAttention) -> Any:
+        """While it lasts, layer `index` attends as `attention` says."""
+        if attention.metadata is not None:
+            yield
+            return
+        module, pages = self._attention[index], self.pages[index]
+
+        def replace(_module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            rows = output.shape[0]
+            query, key, value = (x.view(rows, -1, self.head_dim) for x in args[:3])
+            return attention.attend(index, pages, query, key, value, module.impl.scale).view_as(output)
+
+        handle = module.register_forward_hook(replace)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _context(self, rows: RowBatch, attention: PassAttention | None) -> Any:
+        metadata = None if attention is None else attention.metadata
+        return set_forward_context(
+            dict.fromkeys(self.names, metadata),
+            self._config,
+            num_tokens=len(rows),
+            slot_mapping=dict.fromkeys(self.names, rows.slots),
+            skip_compiled=True,
+        )
+
+    def _make_builder(self, kv_cache_config: KVCacheConfig) -> Any:
+        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        spec = getattr(spec, "kv_cache_specs", {}).get(self.names[0], spec)
+        with set_current_vllm_config(self._config):
+            make = self._attention[0].attn_backend.get_builder_cls()
+            return make(spec, self.names, self._config, self.device)

@@ -1,0 +1,145 @@
+"""What the two halves of the connector tell one another, once a step each way. Plain values that pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from cacheblend.plan import BlendPlan
+from cacheblend.protocols import BlendReport
+from cacheblend.selectors.given import LayerRows
+from kvstore.errors import UnavailableReason
+from kvstore.events import StoreEvent
+from kvstore.key import ChunkIdentity, ChunkKey
+from kvstore.transfer import TransferResult
+
+
+@dataclass(frozen=True, slots=True)
+class BlendOrder:
+    """Fill a request's own pages with blended KV.
+
+    Attributes:
+        request_id: whose.
+        plan: the effective plan, up to the end of the question.
+        block_ids: the request's pages, covering at least rows 0 to `end`.
+        start: rows before it are in the pages already (prefix cache).
+        end: rows from it on are left to the engine.
+    """
+
+    request_id: str
+    plan: BlendPlan
+    block_ids: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class CollectOrder:
+    """Put the KV of a prompt's chunk into the store once this step's forward pass has written it.
+
+    Attributes:
+        request_id: whose.
+        identity: the chunk; its prefix precedes it in the pages.
+        block_ids: the request's pages.
+    """
+
+    request_id: str
+    identity: ChunkIdentity
+    block_ids: tuple[int, ...]
+
+
+@dataclass
+class StepOrders(KVConnectorMetadata):
+    """From the scheduler's half to every worker.
+
+    Attributes:
+        loads: chunks to bring to host memory.
+        evictions: chunks that leave host memory, before anything is loaded.
+        blends: new blends, in the order they were admitted.
+        cancels: requests whose blend nobody wants any more.
+        collects: chunks whose KV this step completes.
+        idle: whether the step computes nothing, so that a worker may wait for a load instead of turning around.
+    """
+
+    loads: tuple[ChunkIdentity, ...] = ()
+    evictions: tuple[ChunkKey, ...] = ()
+    blends: tuple[BlendOrder, ...] = ()
+    cancels: tuple[str, ...] = ()
+    collects: tuple[CollectOrder, ...] = ()
+    idle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlendDone:
+    """A blend ended well.
+
+    Attributes:
+        report: what it did.
+        layer_rows: the reusable rows recomputed, from layer to layer, so that it can be repeated.
+        unavailable: chunks that could not be had after all, and were computed as fresh rows.
+    """
+
+    report: BlendReport
+    layer_rows: LayerRows
+    unavailable: dict[ChunkKey, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """A chunk was taken from the pages: where it is kept, and why not on disk or nowhere."""
+
+    key: ChunkKey
+    on_disk: bool
+    on_host: bool
+    reason: UnavailableReason | None
+    tokens: int
+    nbytes: int
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """From the workers to the scheduler's half; `aggregate` joins the ranks'.
+
+    Attributes:
+        events: each rank's store events, in order.
+        transfers: each rank's finished loads.
+        done: blends that ended well, as rank 0 tells; the others did the same.
+        failed: blends that raised, and the error's name.
+        collected: each rank's answers to orders to collect, by request.
+    """
+
+    events: list[tuple[int, StoreEvent]] = field(default_factory=list)
+    transfers: list[tuple[int, TransferResult]] = field(default_factory=list)
+    done: dict[str, BlendDone] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    collected: dict[str, list[Collected]] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """See `KVConnectorWorkerMetadata.aggregate`."""
+        assert isinstance(other, WorkerReport)
+        collected = {request_id: list(answers) for request_id, answers in self.collected.items()}
+        for request_id, answers in other.collected.items():
+            collected.setdefault(request_id, []).extend(answers)
+        return WorkerReport(
+            [*self.events, *other.events],
+            [*self.transfers, *other.transfers],
+            {**other.done, **self.done},
+            {**other.failed, **self.failed},
+            collected,
+        )
+
+
+def worst_of(answers: Sequence[Collected]) -> Collected:
+    """What all ranks together made of one chunk: it is where every rank has it."""
+    first = answers[0]
+    reason = next((answer.reason for answer in answers if answer.reason is not None), None)
+    return Collected(
+        first.key,
+        all(answer.on_disk for answer in answers),
+        all(answer.on_host for answer in answers),
+        reason,
+        first.tokens,
+        sum(answer.nbytes for answer in answers),
+    )

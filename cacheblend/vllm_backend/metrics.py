@@ -1,0 +1,134 @@
+"""What the connector counts, and its place in vLLM's own Prometheus registry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import Counter
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+
+from cacheblend.protocols import BlendReport
+from cacheblend.vllm_backend.tracking import Tracked
+
+METRICS: dict[str, tuple[str, str | None]] = {
+    "requests": ("Finished requests that brought a plan.", "mode"),
+    "hits": ("Chunks whose stored KV was used.", None),
+    "misses": ("Chunks that were asked for and computed afresh.", "reason"),
+    "fallbacks": ("Requests prefilled whole although blending was asked for.", "reason"),
+    "bytes_loaded": ("Bytes of stored KV read, by the tier they came from.", "tier"),
+    "rows_reused": ("Rows taken from stored KV, recomputed ones included.", None),
+    "rows_recomputed": ("Of the rows taken from stored KV, those recomputed.", None),
+    "seconds": ("Seconds of blending.", "stage"),
+    "collected": ("Chunks collected.", None),
+}
+"""name: (what it counts, its label)."""
+
+
+@dataclass
+class BlendStats(KVConnectorStats):
+    """Counts since they were last taken: `data[name][label value]`, the label "" where a metric has none."""
+
+    data: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def count(self, name: str, label: str = "", amount: float = 1) -> None:
+        """Add to a metric of `METRICS`."""
+        values = self.data.setdefault(name, {})
+        values[label] = values.get(label, 0) + amount
+
+    def take(self, report: BlendReport, tracked: Tracked) -> None:
+        """Count a finished request."""
+        self.count("requests", report.mode)
+        plan = tracked.plan or tracked.asked
+        if plan is not None:
+            self.count("hits", amount=len(plan.keys) if report.mode == "blend" else 0)
+            for reason in plan.fallback_reasons:
+                self.count("misses", _first_word(reason))
+        if tracked.reason is not None:
+            self.count("fallbacks", _first_word(tracked.reason))
+        for tier, nbytes in report.bytes_loaded.items():
+            self.count("bytes_loaded", tier, nbytes)
+        self.count("rows_reused", amount=report.reused_tokens)
+        self.count("rows_recomputed", amount=report.recomputed_tokens)
+        for stage, milliseconds in report.parts_ms.items():
+            self.count("seconds", stage, milliseconds / 1e3)
+
+    def reset(self) -> None:
+        """See `KVConnectorStats.reset`."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """See `KVConnectorStats.aggregate`."""
+        for name, values in other.data.items():
+            for label, amount in values.items():
+                self.count(name, label, amount)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """See `KVConnectorStats.reduce`: one number a label, for the log."""
+        return {
+            f"{name}[{label}]" if label else name: round(amount, 3)
+            for name, values in self.data.items()
+            for label, amount in values.items()
+            if amount
+        }
+
+    def is_empty(self) -> bool:
+        """See `KVConnectorStats.is_empty`."""
+        return not self.data
+
+    def taken(self) -> BlendStats | None:
+        """These counts, and start anew; None if there are none."""
+        if self.is_empty():
+            return None
+        counts = BlendStats(self.data)
+        self.reset()
+        return counts
+
+
+class BlendPromMetrics(KVConnectorPromMetrics):
+    """`cacheblend:*` counters beside vLLM's own.
+
+    Args:
+        vllm_config: the engine's.
+        metric_types: the classes to make metrics of.
+        labelnames: vLLM's own labels.
+        per_engine_labelvalues: their values, by engine.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        make: Any = metric_types[Counter]
+        self._counters = {
+            name: make(
+                name=f"cacheblend:{name}",
+                documentation=text,
+                labelnames=[*labelnames, *([label] if label else [])],
+            )
+            for name, (text, label) in METRICS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """See `KVConnectorPromMetrics.observe`."""
+        engine = self.per_engine_labelvalues[engine_idx]
+        for name, values in transfer_stats_data.items():
+            for label, amount in values.items():
+                own = [label] if METRICS[name][1] else []
+                self._counters[name].labels(*engine, *own).inc(amount)
+
+
+def _first_word(reason: str) -> str:
+    """A reason without its detail: label values stay few."""
+    return reason.partition(":")[0]

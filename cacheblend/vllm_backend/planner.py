@@ -1,0 +1,92 @@
+"""From a request's ids and what it says about them to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cacheblend.plan import BlendPlan, Policy, Segment, SegmentRole
+from cacheblend.selectors import Selector, make_selector
+from cacheblend.selectors.given import GivenRowsSelector
+from cacheblend.vllm_backend.directory import ChunkDirectory
+from cacheblend.vllm_backend.request_format import BlendParams, CollectParams, fingerprint_in
+from cacheblend.vllm_backend.settings import ConnectorSettings
+from kvstore.key import ChunkIdentity
+
+
+class Planner:
+    """Lays requests out.
+
+    Args:
+        fingerprint: of the model.
+        directory: which chunks there are.
+        settings: defaults of what a request leaves open.
+        num_layers: of the model.
+        bos: the model's beginning-of-sequence id, None without one.
+    """
+
+    def __init__(
+        self,
+        fingerprint: str,
+        directory: ChunkDirectory,
+        settings: ConnectorSettings,
+        num_layers: int,
+        bos: int | None,
+    ) -> None:
+        self.fingerprint = fingerprint
+        self._directory = directory
+        self._settings = settings
+        self._num_layers = num_layers
+        self._bos = bos
+        self._checked(make_selector(settings.selector, settings.ratio))
+
+    def policy(self, params: BlendParams) -> Policy:
+        """The request's policy, or the default."""
+        return params.policy or self._settings.policy
+
+    def chunk(self, token_ids: Sequence[int], params: CollectParams) -> ChunkIdentity:
+        """The chunk that a request collects."""
+        fingerprint = fingerprint_in(self.fingerprint, params.namespace)
+        return ChunkIdentity(fingerprint, tuple(token_ids[: params.collect]), tuple(token_ids[params.collect :]))
+
+    def plan(self, token_ids: Sequence[int], params: BlendParams) -> BlendPlan:
+        """The prompt up to its question; chunks that cannot be had are fresh, with the reason.
+
+        Raises:
+            BlendError: if the counts do not sum to the prompt or the selector cannot be made.
+        """
+        bounds = params.bounds(len(token_ids))
+        selector = self._selector(params)
+        question = params.question_index
+        first_reused = next((i for i, segment in enumerate(params.segments) if segment.reuse), question)
+        head = tuple(token_ids[: bounds[first_reused][0]])
+        fingerprint = fingerprint_in(self.fingerprint, params.namespace)
+        segments = []
+        for index, (segment, (start, end)) in enumerate(zip(params.segments[:question], bounds, strict=False)):
+            ids = tuple(token_ids[start:end])
+            if segment.reuse:
+                segments.append(self._chunk(fingerprint, ids, head))
+            else:
+                role = SegmentRole.SYSTEM if index < first_reused else SegmentRole.CHUNK
+                segments.append(Segment(role, ids))
+        start, end = bounds[question]
+        segments.append(Segment(SegmentRole.QUESTION, tuple(token_ids[start:end])))
+        return BlendPlan(tuple(segments), selector)
+
+    def _chunk(self, fingerprint: str, ids: tuple[int, ...], head: tuple[int, ...]) -> Segment:
+        prefixes = dict.fromkeys([head, *([(self._bos,)] if self._bos is not None else []), ()])
+        identity, reason = self._directory.find(fingerprint, ids, list(prefixes))
+        return Segment(SegmentRole.CHUNK, ids, identity, reason.value if reason is not None else None)
+
+    def _selector(self, params: BlendParams) -> Selector:
+        if params.rows is not None:
+            return GivenRowsSelector.everywhere(params.rows)
+        name, ratio = params.selector, params.ratio
+        if name is None:
+            name = self._settings.selector
+            ratio = self._settings.ratio if ratio is None else ratio
+        return self._checked(make_selector(name, ratio, params.head_tokens, params.check_layers))
+
+    def _checked(self, selector: Selector) -> Selector:
+        """Refuse now what would fail in the middle of a blend."""
+        selector.shares(self._num_layers)
+        return selector

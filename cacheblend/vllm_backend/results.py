@@ -1,0 +1,51 @@
+"""What a request's result says about its prefill: `kv_transfer_params["cacheblend"]` of the response."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cacheblend.protocols import BlendReport
+from cacheblend.vllm_backend.request_format import FORMAT_VERSION, PARAMS_KEY
+from cacheblend.vllm_backend.tracking import Collecting, Tracked
+
+
+def plan_result(tracked: Tracked, report: BlendReport, debug_rows: bool) -> dict[str, Any]:
+    """The account of a request that brought a plan.
+
+    Args:
+        tracked: the request at its end.
+        report: what its prefill did.
+        debug_rows: whether to name the recomputed positions.
+    """
+    account: dict[str, Any] = {
+        "version": FORMAT_VERSION,
+        "mode": report.mode,
+        "policy": tracked.policy.value,
+        "selector": report.selector,
+        "reused_tokens": report.reused_tokens,
+        "recomputed_tokens": report.recomputed_tokens,
+        "recomputed_ratio": report.recomputed_ratio,
+        "bytes_loaded": dict(report.bytes_loaded),
+        "parts_ms": dict(report.parts_ms),
+        "prefix_cached_tokens": tracked.start,
+        "fallback_reasons": list(report.fallback_reasons),
+    }
+    if debug_rows:
+        account["layer_rows"] = [[layer, list(rows)] for layer, rows in tracked.layer_rows or ()]
+    return {PARAMS_KEY: account}
+
+
+def collect_result(collecting: Collecting) -> dict[str, Any]:
+    """The account of a request that collected a chunk; without `key`, it ended before its prompt did."""
+    result = collecting.result
+    account: dict[str, Any] = {"version": FORMAT_VERSION}
+    if result is not None:
+        account.update(
+            key=result.key,
+            on_disk=result.on_disk,
+            on_host=result.on_host,
+            reason=result.reason.value if result.reason is not None else None,
+            tokens=result.tokens,
+            nbytes=result.nbytes,
+        )
+    return {PARAMS_KEY: account}

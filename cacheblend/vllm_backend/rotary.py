@@ -1,0 +1,43 @@
+"""The model's rotary tables in fp32.
+
+vLLM casts its own tables to the model's dtype, too coarse to move keys with. These come from transformers' module for
+the same configuration; the gates compare moved keys with vLLM's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from cacheblend.relocation import rotation_between
+
+
+class RotaryTables:
+    """Rotations between positions.
+
+    Args:
+        config: the model's transformers configuration.
+        device: where they are used.
+    """
+
+    def __init__(self, config: Any, device: torch.device) -> None:
+        self._embedding = LlamaRotaryEmbedding(config).to(device)
+        self._device = device
+
+    def between(self, old: int, new: int, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The rotation of `count` keys from positions `old`... to `new`...; None where they stay.
+
+        Returns:
+            (cos, sin), each [count, head_dim] float32.
+        """
+        if old == new:
+            return None
+        base = torch.arange(count, device=self._device)
+        return rotation_between(self._tables, base + old, base + new, float(self._embedding.attention_scaling))
+
+    def _tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        probe = torch.empty(0, dtype=torch.float32, device=self._device)
+        cos, sin = self._embedding(probe, positions[None])
+        return cos[0], sin[0]

@@ -1,0 +1,156 @@
+"""Rows of several prompts as one batch: ids, positions, slots, and the runs they fall into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+NO_SLOT = -1
+"""vLLM's own mark for a row whose KV is not written."""
+
+
+@dataclass(frozen=True, eq=False)
+class PromptPages:
+    """A prompt and the pages it owns.
+
+    Attributes:
+        token_ids: [n] int64 on the CPU.
+        block_ids: [blocks] int64 on the CPU.
+        block_size: tokens of a block.
+    """
+
+    token_ids: torch.Tensor
+    block_ids: torch.Tensor
+    block_size: int
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], block_ids: Sequence[int], block_size: int) -> PromptPages:
+        """From plain numbers."""
+        return cls(torch.tensor(token_ids), torch.tensor(block_ids), block_size)
+
+    @property
+    def rows(self) -> int:
+        """Rows the pages have room for."""
+        return len(self.block_ids) * self.block_size
+
+    def slots(self, positions: torch.Tensor) -> torch.Tensor:
+        """[n] int64 slots of `positions` ([n] int64)."""
+        return self.block_ids[positions // self.block_size] * self.block_size + positions % self.block_size
+
+
+@dataclass(frozen=True, eq=False)
+class PromptRows:
+    """Some rows of one prompt.
+
+    Attributes:
+        prompt: whose.
+        positions: [n] int64 ascending, on the CPU.
+        paged: [n] bool on the CPU, False where a row's KV goes to no page; None where all do.
+    """
+
+    prompt: PromptPages
+    positions: torch.Tensor
+    paged: torch.Tensor | None = None
+
+    def cut(self, first: int, last: int) -> PromptRows:
+        """The rows from index `first` to `last` (exclusive)."""
+        paged = None if self.paged is None else self.paged[first:last]
+        return PromptRows(self.prompt, self.positions[first:last], paged)
+
+    def slots(self) -> torch.Tensor:
+        """[n] int64 slots, `NO_SLOT` for rows without a page."""
+        if self.paged is None:
+            return self.prompt.slots(self.positions)
+        slots = torch.full_like(self.positions, NO_SLOT)
+        slots[self.paged] = self.prompt.slots(self.positions[self.paged])
+        return slots
+
+
+class RowBatch:
+    """Rows of several prompts, one prompt after another, on the model's device.
+
+    Args:
+        parts: each prompt's rows, none empty.
+        device: of the model.
+    """
+
+    def __init__(self, parts: Sequence[PromptRows], device: torch.device) -> None:
+        self.parts = tuple(parts)
+        self.device = device
+
+    def __len__(self) -> int:
+        return sum(len(part.positions) for part in self.parts)
+
+    def __iter__(self) -> Iterator[tuple[PromptRows, slice]]:
+        first = 0
+        for part in self.parts:
+            last = first + len(part.positions)
+            yield part, slice(first, last)
+            first = last
+
+    @cached_property
+    def positions_cpu(self) -> torch.Tensor:
+        """[rows] int64 on the CPU."""
+        return torch.cat([part.positions for part in self.parts])
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """[rows] int64."""
+        return self.positions_cpu.to(self.device, non_blocking=True)
+
+    @cached_property
+    def token_ids(self) -> torch.Tensor:
+        """[rows] int32."""
+        ids = torch.cat([part.prompt.token_ids[part.positions] for part in self.parts])
+        return ids.to(torch.int32).to(self.device, non_blocking=True)
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """[rows] int64."""
+        return torch.cat([part.slots() for part in self.parts]).to(self.device, non_blocking=True)
+
+    @cached_property
+    def prompt_index_cpu(self) -> torch.Tensor:
+        """[rows] int64 on the CPU: which part each row belongs to."""
+        counts = torch.tensor([len(part.positions) for part in self.parts])
+        return torch.repeat_interleave(torch.arange(len(self.parts)), counts)
+
+    @cached_property
+    def block_tables_cpu(self) -> torch.Tensor:
+        """[parts, blocks] int32 on the CPU, padded with block 0."""
+        width = max(len(part.prompt.block_ids) for part in self.parts)
+        tables = torch.zeros(len(self.parts), width, dtype=torch.int32)
+        for table, part in zip(tables, self.parts, strict=True):
+            table[: len(part.prompt.block_ids)] = part.prompt.block_ids
+        return tables
+
+    @cached_property
+    def run_starts(self) -> torch.Tensor:
+        """[runs] int64 on the CPU: index of the first row of each maximal run of consecutive positions of a prompt."""
+        position, prompt = self.positions_cpu, self.prompt_index_cpu
+        breaks = (position[1:] != position[:-1] + 1) | (prompt[1:] != prompt[:-1])
+        return torch.cat([torch.zeros(1, dtype=torch.int64), breaks.nonzero().flatten() + 1])
+
+
+def slices(parts: Sequence[PromptRows], most: int) -> list[list[tuple[int, PromptRows]]]:
+    """Cut a batch into pieces of at most `most` rows, in order.
+
+    Returns:
+        For each piece, (index of the part, its rows) pairs; parts without rows are left out.
+    """
+    pieces: list[list[tuple[int, PromptRows]]] = []
+    room = 0
+    for index, part in enumerate(parts):
+        first, count = 0, len(part.positions)
+        while first < count:
+            if room == 0:
+                pieces.append([])
+                room = most
+            last = min(count, first + room)
+            pieces[-1].append((index, part.cut(first, last)))
+            room -= last - first
+            first = last
+    return pieces

@@ -1,0 +1,57 @@
+"""The connector's settings: `kv_connector_extra_config` of `--kv-transfer-config`. Imports neither torch nor vllm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cacheblend.errors import BlendError
+from cacheblend.plan import Policy
+
+CONNECTOR_NAME = "CacheBlendConnector"
+
+
+class ConnectorSettings(BaseModel):
+    """How the connector works.
+
+    Attributes:
+        store: folder of chunk KV; None keeps chunks in memory only.
+        host_budget_bytes: bytes of chunk KV that host memory may hold, of each worker (pinned on a GPU machine).
+        policy: of requests that name none.
+        selector: of requests that name none.
+        ratio: of requests that name neither a selector nor a ratio.
+        max_rows_per_step: rows recomputed in one engine step, times the share of the layers they pass; what is over
+            waits for the next step, in order. None is the engine's `max_num_batched_tokens`.
+        attention: `runs` computes rows with the engine's own kernel, `rows` with ours; `auto` is ours on a GPU.
+        debug_rows: put the recomputed positions into every result, layer by layer.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    store: Path | None = None
+    host_budget_bytes: int = Field(default=4 << 30, ge=0)
+    policy: Policy = Policy.BLEND
+    selector: str = "chunk_head+query"
+    ratio: float | None = Field(default=None, ge=0.0, le=1.0)
+    max_rows_per_step: int | None = Field(default=None, ge=1)
+    attention: Literal["auto", "runs", "rows"] = "auto"
+    debug_rows: bool = False
+
+
+def make_settings(extra_config: Mapping[str, Any]) -> ConnectorSettings:
+    """Read the connector's settings.
+
+    Raises:
+        BlendError: for an unknown setting or a value out of range, naming it.
+    """
+    try:
+        return ConnectorSettings(**extra_config)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = ".".join(map(str, problem["loc"])) or "settings"
+        raise BlendError(
+            f"kv_connector_extra_config['{name}'] cannot be {problem['input']!r}: {problem['msg']}."
+        ) from None

@@ -1,0 +1,166 @@
+"""The connector's half in each worker: moves chunks, fills pages, takes chunks out of pages."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from cacheblend.vllm_backend.executor import BlendExecutor
+from cacheblend.vllm_backend.forward import LayersForward
+from cacheblend.vllm_backend.live_model import model_of
+from cacheblend.vllm_backend.messages import BlendOrder, Collected, CollectOrder, StepOrders, WorkerReport
+from cacheblend.vllm_backend.model_identity import transformers_config
+from cacheblend.vllm_backend.ranks import Ranks
+from cacheblend.vllm_backend.rotary import RotaryTables
+from cacheblend.vllm_backend.rows import PromptPages
+from cacheblend.vllm_backend.settings import ConnectorSettings
+from kvstore.chunk import ChunkKV
+from kvstore.errors import StoreError
+from kvstore.events import StoreEvent
+from kvstore.store import ChunkStore
+from kvstore.tiers import Tier
+from kvstore.transfer import ThreadPrefetcher
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.005
+"""Longest wait of a step that computes nothing while a chunk is on its way; new requests are heard meanwhile."""
+
+
+class WorkerHalf:
+    """Carries out the scheduler half's orders on one rank.
+
+    Args:
+        settings: of the connector.
+        vllm_config: the engine's.
+        kv_cache_config: the engine's.
+        root: folder of the store; None keeps chunks in memory.
+    """
+
+    def __init__(
+        self, settings: ConnectorSettings, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, root: Any
+    ) -> None:
+        self._settings = settings
+        self._config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._ranks = Ranks()
+        on_gpu = vllm_config.device_config.device_type == "cuda"
+        self._store = ChunkStore(root, settings.host_budget_bytes, shard=self._ranks.shard, pinned=on_gpu)
+        self._prefetcher = ThreadPrefetcher(self._store)
+        self._events: SimpleQueue[StoreEvent] = SimpleQueue()
+        self._store.subscribe(self._events.put)
+        self._caches: Mapping[str, torch.Tensor] = {}
+        self._forward: LayersForward | None = None
+        self._executor: BlendExecutor | None = None
+        self._pages_of: dict[str, BlendOrder] = {}
+        self._report = WorkerReport()
+        self._ended: set[str] = set()
+        self._broken_blocks: set[int] = set()
+
+    def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
+        """Take note of the pages; the model is looked for when it is first needed, and refused then if it must be."""
+        self._caches = dict(caches)
+
+    def start(self, orders: StepOrders) -> None:
+        """Evict, load and blend what this step asks for."""
+        for request_id in orders.cancels:
+            self._cancel(request_id)
+        for key in orders.evictions:
+            self._store.evict(key, Tier.HOST)
+        self._prefetcher.start(orders.loads)
+        for order in orders.blends:
+            self._pages_of[order.request_id] = order
+            self._executor_().submit(order)
+        if self._executor is not None and self._executor.busy:
+            self._advance(self._executor)
+        elif orders.idle and self._prefetcher.in_flight():
+            self._prefetcher.wait_any(IDLE_WAIT_S)
+
+    def collect(self, orders: StepOrders) -> None:
+        """Take chunks whose KV this step has written out of the pages and put them into the store."""
+        for order in orders.collects:
+            self._report.collected[order.request_id] = [self._collect(order)]
+
+    def take_ended(self) -> set[str]:
+        """Requests whose pages are no longer written to, for vLLM."""
+        ended, self._ended = self._ended, set()
+        return ended
+
+    def take_broken_blocks(self) -> set[int]:
+        """Pages whose blend failed, for vLLM to compute or to give up."""
+        broken, self._broken_blocks = self._broken_blocks, set()
+        return broken
+
+    def take_report(self) -> WorkerReport | None:
+        """What the scheduler's half should know; None if nothing happened."""
+        rank = self._ranks.shard.rank
+        report, self._report = self._report, WorkerReport()
+        report.transfers = [(rank, result) for result in self._prefetcher.poll()]
+        while True:
+            try:
+                report.events.append((rank, self._events.get_nowait()))
+            except Empty:
+                break
+        return report if report != WorkerReport() else None
+
+    def close(self) -> None:
+        """Stop the transfers and give host memory back."""
+        self._prefetcher.close()
+        self._store.close()
+
+    def _advance(self, executor: BlendExecutor) -> None:
+        progress = executor.advance()
+        for request_id, error in progress.failed.items():
+            order = self._pages_of[request_id]
+            first = order.start // self._forward_().block_size
+            self._broken_blocks.update(order.block_ids[first:])
+            self._report.failed[request_id] = error
+        self._report.done.update(progress.done)
+        for request_id in (*progress.done, *progress.failed):
+            del self._pages_of[request_id]
+            self._ended.add(request_id)
+
+    def _cancel(self, request_id: str) -> None:
+        if self._executor is not None and self._executor.cancel(request_id):
+            del self._pages_of[request_id]
+            self._ended.add(request_id)
+
+    def _collect(self, order: CollectOrder) -> Collected:
+        forward = self._forward_()
+        identity = order.identity
+        base, tokens = identity.base_position, len(identity.token_ids)
+        pages = PromptPages.of((), order.block_ids, forward.block_size)
+        slots = pages.slots(torch.arange(base, base + tokens)).to(forward.device)
+        layers = [torch.stack(layer.read(slots)) for layer in forward.pages]
+        chunk = ChunkKV(identity, torch.stack(layers).cpu(), self._ranks.shard)
+        try:
+            report = self._store.put(chunk)
+        except StoreError as error:
+            logger.warning("chunk %s was not kept: %s", identity.key[:12], error)
+            return Collected(identity.key, False, False, None, tokens, chunk.nbytes)
+        return Collected(identity.key, report.on_disk, report.on_host, report.reason, tokens, chunk.nbytes)
+
+    def _forward_(self) -> LayersForward:
+        if self._forward is None:
+            model = model_of(self._config)
+            with torch.inference_mode():
+                self._forward = LayersForward(
+                    self._config, self._kv_cache_config, self._caches, model, self._settings.attention
+                )
+            logger.info("cacheblend attends with kernel '%s'", self._forward.kernel)
+        return self._forward
+
+    def _executor_(self) -> BlendExecutor:
+        if self._executor is None:
+            forward = self._forward_()
+            most_rows = self._config.scheduler_config.max_num_batched_tokens
+            rows_per_step = self._settings.max_rows_per_step or most_rows
+            rotary = RotaryTables(transformers_config(self._config), forward.device)
+            self._executor = BlendExecutor(forward, rotary, self._store, self._ranks, most_rows, rows_per_step)
+        return self._executor
