@@ -59,7 +59,7 @@ def some(count: int, reach: int, seed: int) -> list[int]:
 
 
 def ragged(seed: int) -> list[list[int]]:
-    """Requests of unlike lengths: dense, scattered, empty, a single first token, a head of each chunk, few in a long one."""
+    """Requests of unlike lengths: dense, scattered, empty, a single token, a head of each chunk, few in a long one."""
     heads = [start + i for start in range(64, 2000, 640) for i in range(16)]
     return [list(range(200)), some(150, 1500, seed), [], [0], heads, some(20, 4000 + seed, seed + 1)]
 
