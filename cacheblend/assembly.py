@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from cacheblend.engine import BlendEngine
 from cacheblend.protocols import ModelRunner
+from cacheblend.scheduling.delegated_scheduler import DelegatedScheduler, NoAdvice
 from cacheblend.scheduling.lookahead_predictor import LookAheadPredictor
 from cacheblend.scheduling.lru_scheduler import LruScheduler
 from kvstore.transfer import ThreadPrefetcher
@@ -13,14 +14,24 @@ from kvstore.transfer import ThreadPrefetcher
 if TYPE_CHECKING:
     from kvstore.store import ChunkStore
 
+RUNNING_AT_A_TIME = 256
+"""Requests handed on to a runner that schedules for itself; it queues those that it does not run yet."""
+
 
 def make_engine(runner: ModelRunner, store: ChunkStore) -> BlendEngine:
-    """An engine with an LRU scheduler over the store's host budget, a look-ahead predictor, and loads on threads.
+    """An engine over a runner.
+
+    One that schedules for itself gets every request as it stands. Any other one gets an LRU scheduler over the store's
+    host budget, a look-ahead predictor, and loads on threads.
 
     Args:
-        runner: runs the model; it reads and writes `store`.
+        runner: runs the model; it reads and writes `store`, or the folder that `store` looks into.
         store: holds chunk KV; what is in it now is in the scheduler's catalogue.
     """
+    if runner.schedules_kv:
+        return BlendEngine(
+            runner, store, DelegatedScheduler(), NoAdvice(), ThreadPrefetcher(store), max_running=RUNNING_AT_A_TIME
+        )
     scheduler = LruScheduler(store.host_budget_bytes)
     engine = BlendEngine(runner, store, scheduler, LookAheadPredictor(), ThreadPrefetcher(store))
     # After the engine follows the store: a chunk that is put in between is then in both, and entered once.

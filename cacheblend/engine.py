@@ -268,7 +268,7 @@ class BlendEngine:
             state.started = time.perf_counter()
             del self._loading[state.id]
             try:
-                self._runner.prefill(state.plan, state.request.sampling, state.id)
+                self._runner.prefill(state.plan, state.request.sampling, state.id, state.request.policy)
             except BlendError as error:
                 state.error = error
                 self._finish(state, FinishReason.ERROR, BlendReport())

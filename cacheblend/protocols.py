@@ -116,6 +116,11 @@ class ModelRunner(Protocol):
         """Bytes of KV one row takes."""
         ...
 
+    @property
+    def schedules_kv(self) -> bool:
+        """Whether it finds, loads and evicts chunk KV itself, so that no scheduler has to decide for it."""
+        ...
+
     def collect(self, chunks: Sequence[Sequence[int]], prefix: Sequence[int]) -> list[ChunkKey]:
         """Prefill chunks behind `prefix` and put their KV into the store; those already there are skipped.
 
@@ -128,9 +133,20 @@ class ModelRunner(Protocol):
         ...
 
     def prefill(
-        self, prompt: BlendPlan | Sequence[int], sampling: SamplingParams, sequence_id: str | None = None
+        self,
+        prompt: BlendPlan | Sequence[int],
+        sampling: SamplingParams,
+        sequence_id: str | None = None,
+        policy: Policy = Policy.BLEND,
     ) -> str:
         """Queue a prompt; the next step prefills it.
+
+        Args:
+            prompt: a plan, or token ids, which follow `cache_fuse_metadata`.
+            sampling: decoding parameters.
+            sequence_id: a name for it; a new one by default.
+            policy: how the plan is to be served by a runner that schedules for itself; for any other one a scheduler
+                has applied it to the plan already.
 
         Returns:
             The sequence's id, `sequence_id` if given.
@@ -159,6 +175,10 @@ class ModelRunner(Protocol):
 
     def release(self, sequence_id: str) -> None:
         """Forget a finished sequence and free its KV; unknown ones are let be."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds, processes included; nothing can be run afterwards. Closing again does nothing."""
         ...
 
 

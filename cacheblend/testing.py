@@ -43,9 +43,12 @@ class FakeRunner(ModelRunner):
         max_model_len: rows a sequence can have.
         bytes_per_token: KV bytes a reused row is reported to have been read with, from host memory.
         refused: by sequence id, what `prefill` refuses it with.
+        schedules_kv: what it says about itself.
 
     Attributes:
         plans: the plan of every sequence it took, by id, kept after release.
+        policies: the policy of each of them.
+        closed: whether `close` was called.
         collected: the chunks it was asked to collect, prefix included, in order.
         live: ids that were not released yet.
         failure: raised by `step` when set.
@@ -56,7 +59,9 @@ class FakeRunner(ModelRunner):
         max_model_len: int = 4096,
         bytes_per_token: int = 0,
         refused: Mapping[str, BlendError] | None = None,
+        schedules_kv: bool = False,
     ) -> None:
+        self._schedules_kv = schedules_kv
         self._max_model_len = max_model_len
         self._bytes_per_token = bytes_per_token
         self._refused = refused or {}
@@ -66,6 +71,8 @@ class FakeRunner(ModelRunner):
         self._aborted: set[str] = set()
         self._steps = 0
         self.plans: dict[str, BlendPlan] = {}
+        self.policies: dict[str, Policy] = {}
+        self.closed = False
         self.collected: list[ChunkIdentity] = []
         self.live: set[str] = set()
         self.failure: BaseException | None = None
@@ -74,6 +81,11 @@ class FakeRunner(ModelRunner):
     def kv_bytes_per_token(self) -> int:
         """See `ModelRunner.kv_bytes_per_token`."""
         return self._bytes_per_token
+
+    @property
+    def schedules_kv(self) -> bool:
+        """As the test says."""
+        return self._schedules_kv
 
     @property
     def fingerprint(self) -> str:
@@ -101,6 +113,7 @@ class FakeRunner(ModelRunner):
         prompt: BlendPlan | Sequence[int],
         sampling: SamplingParams | None = None,
         sequence_id: str | None = None,
+        policy: Policy = Policy.BLEND,
     ) -> str:
         """See `ModelRunner.prefill`."""
         sampling = sampling or SamplingParams()
@@ -112,6 +125,7 @@ class FakeRunner(ModelRunner):
         plan = prompt if isinstance(prompt, BlendPlan) else full_prefill_plan(prompt)
         require_fits(plan.length, sampling.max_tokens, self._max_model_len)
         self.plans[sequence_id] = plan
+        self.policies[sequence_id] = policy
         self._sampling[sequence_id] = sampling
         self._generated[sequence_id] = []
         self.live.add(sequence_id)
@@ -161,6 +175,10 @@ class FakeRunner(ModelRunner):
         """See `ModelRunner.release`."""
         self.live.discard(sequence_id)
         self._aborted.discard(sequence_id)
+
+    def close(self) -> None:
+        """Note it."""
+        self.closed = True
 
     def _reason(self, sequence_id: str, token: int) -> FinishReason | None:
         sampling = self._sampling[sequence_id]

@@ -56,7 +56,9 @@ def musique(
     ] = DEFAULT_ARMS,
     tiers: Annotated[str, typer.Option(help="Where chunks are when asked for: warm, cold or warm,cold.")] = "warm",
     model: Annotated[str, typer.Option(help="A model folder, a hub id or bundled:NAME.")] = DEFAULT_MODEL,
-    engine: Annotated[str, typer.Option(envvar="ENGINE", help="reference, vllm or auto.")] = "auto",
+    engine: Annotated[
+        str, typer.Option(envvar="ENGINE", help="reference, or auto, which is the same so far.")
+    ] = "auto",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
     prefix: Annotated[PrefixMode, typer.Option(help="What chunks are encoded behind.")] = PrefixMode.SYSTEM,

@@ -35,8 +35,10 @@ class PipelineConfig(BaseModel):
         model: `bundled:NAME`, a local folder or a hub id.
         embedder: the same for the embedding model.
         engine: `reference`, `vllm`, or `auto` for the best that is installed.
+        engine_options: of `vllm`: arguments of `VllmRunner.from_folder` and of vLLM's engine, such as
+            `{"max_model_len": 16384, "gpu_memory_utilization": 0.8}`.
         dtype: of weights and KV.
-        device: a torch device.
+        device: a torch device, for `reference`; vLLM runs on what it was built for.
         cache_dir: folder of chunk KV; None keeps chunks in memory only.
         index_dir: folder that keeps retrieval indexes between runs; None keeps none.
         host_budget_bytes: bytes of chunk KV that host memory may hold.
@@ -57,6 +59,7 @@ class PipelineConfig(BaseModel):
     model: str = DEFAULT_MODEL
     embedder: str = DEFAULT_EMBEDDER
     engine: Literal["auto", "reference", "vllm"] = "auto"
+    engine_options: dict[str, Any] = Field(default_factory=dict)
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
     cache_dir: Path | None = Field(default_factory=lambda: cache_home() / "kv")

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from pipelines.models import resolve_embedder
 from retrieval.chunk import Chunk
 from retrieval.chunking import TokenChunker
 from retrieval.documents import Document
@@ -129,3 +130,15 @@ def _build(chunks: Iterable[Chunk], embedder: Embedder) -> CorpusIndex:
     index = CorpusIndex(embedder)
     index.add(chunks)
     return index
+
+
+def load_embedder(name: str) -> Embedder:
+    """The embedder of a setting: `bundled:NAME`, a folder or a hub id.
+
+    Raises:
+        ModelError: if it cannot be had.
+    """
+    # Imported here because it takes seconds, and precomputing never needs it.
+    from retrieval.embedding import SentenceEmbedder
+
+    return SentenceEmbedder(resolve_embedder(name))

@@ -12,7 +12,7 @@ from kvstore.events import NotStored, StoreEvent
 from kvstore.key import ChunkIdentity
 
 if TYPE_CHECKING:
-    from kvstore.store import ChunkStore
+    from pipelines.runners import ChunkShelf
 
 CHUNKS_PER_CALL = 4
 
@@ -69,11 +69,12 @@ class PrecomputeSummary:
 
 def precompute_chunks(
     identities: Sequence[ChunkIdentity],
-    store: ChunkStore,
+    shelf: ChunkShelf,
     collect: Collect,
     bytes_per_token: int,
     on_progress: Callable[[PrecomputeProgress], None] | None = None,
     dry_run: bool = False,
+    chunks_per_call: int = CHUNKS_PER_CALL,
 ) -> PrecomputeSummary:
     """Put the KV of every chunk into the store that is not there yet.
 
@@ -81,18 +82,19 @@ def precompute_chunks(
 
     Args:
         identities: the corpus's chunks behind one prefix; repeats are computed once.
-        store: where KV is kept.
+        shelf: which chunks there are; a store is one.
         collect: computes some chunks and stores them.
         bytes_per_token: bytes of KV one token takes.
         on_progress: called after each call of `collect`, and once before the first.
         dry_run: only say what would be done.
+        chunks_per_call: chunks handed to `collect` at once.
 
     Returns:
         The summary.
     """
     started = time.perf_counter()
     distinct = list({identity.key: identity for identity in identities}.values())
-    missing = [identity for identity in distinct if store.lookup(identity) is None]
+    missing = [identity for identity in distinct if shelf.lookup(identity) is None]
     summary = PrecomputeSummary(
         chunks=len(identities),
         distinct=len(distinct),
@@ -111,13 +113,13 @@ def precompute_chunks(
         if isinstance(event, NotStored):
             refused[event.reason.value] += 1
 
-    unsubscribe = store.subscribe(note)
+    unsubscribe = shelf.subscribe(note)
     try:
-        for first in range(0, len(missing), CHUNKS_PER_CALL):
+        for first in range(0, len(missing), chunks_per_call):
             _report(on_progress, summary, missing)
-            batch = missing[first : first + CHUNKS_PER_CALL]
+            batch = missing[first : first + chunks_per_call]
             collect(batch)
-            summary.not_kept += sum(store.lookup(identity) is None for identity in batch)
+            summary.not_kept += sum(shelf.lookup(identity) is None for identity in batch)
             summary.computed += len(batch)
             summary.tokens_computed += _tokens(batch)
             summary.kv_bytes = summary.tokens_computed * bytes_per_token

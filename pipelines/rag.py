@@ -4,54 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
-import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cacheblend.assembly import make_engine
-from cacheblend.plan import BlendPlan, Policy, Segment, SegmentRole, require_fits
-from cacheblend.request import EngineRequest, RequestOutcome
+from cacheblend.plan import Policy
+from cacheblend.request import RequestOutcome
 from cacheblend.sampling_params import SamplingParams
 from kvstore.key import ChunkIdentity
-from kvstore.store import ChunkStore
-from pipelines.answer import Answer, AnswerMeta, Source
+from kvstore.stored_chunks import StoredChunks
+from pipelines.answer import Answer, AnswerMeta
 from pipelines.config import PipelineConfig, make_config
-from pipelines.corpus import Corpus
+from pipelines.corpus import Corpus, load_embedder
 from pipelines.detokenizer import Detokenizer
 from pipelines.engine_loop import EngineLoop
 from pipelines.errors import PipelineError
-from pipelines.models import resolve_embedder, resolve_model
+from pipelines.missed import MissedChunks
+from pipelines.models import resolve_model
 from pipelines.precompute import PrecomputeProgress, PrecomputeSummary, precompute_chunks
 from pipelines.prompt import PromptTemplate
-from pipelines.runners import choose_engine, make_runner
-from kvstore.stored_chunks import StoredChunks
+from pipelines.questions import Prepared, QuestionPlanner, documents_of
+from pipelines.runners import load_engine, require_installed
 from pipelines.streaming import AnswerStream, AsyncAnswerStream
 from pipelines.tokenizer import require_tokenizer
 from retrieval.chunk import Chunk
 from retrieval.chunking import TokenChunker
-from retrieval.documents import Document
-from retrieval.text import clean_text
-
-if TYPE_CHECKING:
-    from retrieval.embedding import SentenceEmbedder
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A question ready to be submitted, and what its answer will need."""
-
-    question: str
-    request: EngineRequest
-    sources: tuple[Source, ...]
-    retrieval_ms: float
 
 
 class RagPipeline:
@@ -75,18 +56,22 @@ class RagPipeline:
 
     def __init__(self, documents: Iterable[Any], config: PipelineConfig) -> None:
         self.config = config
-        self.engine = choose_engine(config.engine)
+        require_installed(config.engine)
         folder = resolve_model(config.model)
         self._tokenizer = require_tokenizer(folder)
-        self.store = ChunkStore(config.cache_dir, config.host_budget_bytes)
-        self._stored = StoredChunks(self.store)
-        self.runner = make_runner(self.engine, folder, self.store, config.dtype, config.device)
-        self._template = PromptTemplate(self._tokenizer, config.system_prompt)
-        self._prefix = self._template.prefix_ids(config.prefix)
+        template = PromptTemplate(self._tokenizer, config.system_prompt)
         chunker = TokenChunker(self._tokenizer, size=config.chunk_tokens, overlap=config.chunk_overlap)
-        self._corpus = Corpus(chunker, self._load_embedder, config.index_dir)
-        self._corpus.add(_documents(documents))
+        self._corpus = Corpus(chunker, partial(load_embedder, config.embedder), config.index_dir)
+        self._corpus.add(documents_of(documents))
+        self._loaded = load_engine(config, folder)
+        self.engine, self.runner, self.store = self._loaded.name, self._loaded.runner, self._loaded.store
+        stored = None if self.runner.schedules_kv else StoredChunks(self.store)
+        self._planner = QuestionPlanner(
+            config, template, self._corpus, self.runner.fingerprint, self.runner.max_model_len, stored
+        )
         self._loop = EngineLoop(make_engine(self.runner, self.store))
+        prefix = self._planner.prefix
+        self._missed = MissedChunks(self.runner, self._loop, prefix) if config.collect_missed else None
 
     @classmethod
     def from_documents(cls, documents: Iterable[Any], **settings: Any) -> RagPipeline:
@@ -113,7 +98,7 @@ class RagPipeline:
         Raises:
             RetrievalError: if one has no text, or its id is there with another text; none is added then.
         """
-        self._corpus.add(_documents(documents))
+        self._corpus.add(documents_of(documents))
 
     def delete_documents(self, document_ids: Iterable[str]) -> None:
         """Delete documents from the corpus; their KV stays in the store until it is pruned.
@@ -132,14 +117,15 @@ class RagPipeline:
             on_progress: called every few chunks.
             dry_run: only say what would be done.
         """
-        self.store.refresh()
+        self._loaded.shelf.refresh()
         return precompute_chunks(
-            [self._identity(chunk) for chunk in self.chunks],
-            self.store,
+            [self._planner.identity(chunk) for chunk in self.chunks],
+            self._loaded.shelf,
             self._collect,
             self.runner.kv_bytes_per_token,
             on_progress,
             dry_run,
+            self._loaded.chunks_per_call,
         )
 
     async def aprecompute(
@@ -248,29 +234,21 @@ class RagPipeline:
             BlendError: for an unknown selector, a ratio out of range, or a prompt that does not fit the context.
             RetrievalError: if the corpus is empty, a document has no text, or `top_k` is below 1.
         """
-        # Arguments and input that are not UTF-8 come with lone surrogates, which tokenizers do not take.
-        question = clean_text(question)
-        chosen = self._policy(policy)
-        blender = self.config.make_selector(selector, ratio, head_tokens)
-        question_ids = self._template.question_ids(question)
-        sampling = sampling or SamplingParams(max_tokens=self.config.max_tokens)
-        sampling = replace(sampling, stop=tuple(map(clean_text, sampling.stop)))
-        require_fits(len(self._template.head_ids) + len(question_ids), sampling.max_tokens, self.runner.max_model_len)
-        started = time.perf_counter()
-        found, beyond = self._choose_chunks(question, self.config.top_k if top_k is None else top_k, documents)
-        retrieval_ms = (time.perf_counter() - started) * 1e3
-        segments = [self._segment(chunk, chosen) for chunk, _ in found]
-        if self._template.head_ids:
-            segments.insert(0, Segment(SegmentRole.SYSTEM, self._template.head_ids))
-        plan = BlendPlan((*segments, Segment(SegmentRole.QUESTION, question_ids)), blender)
-        require_fits(plan.length, sampling.max_tokens, self.runner.max_model_len)
-        request = EngineRequest(uuid.uuid4().hex, plan, chosen, sampling, tuple(map(self._identity, beyond)))
-        sources = tuple(Source(c.document_id, c.title, c.body, score) for c, score in found)
-        return Prepared(question, request, sources, 0.0 if documents is not None else retrieval_ms)
+        return self._planner.prepare(
+            question,
+            policy=policy,
+            selector=selector,
+            ratio=ratio,
+            head_tokens=head_tokens,
+            top_k=top_k,
+            documents=documents,
+            sampling=sampling,
+        )
 
     def close(self) -> None:
-        """End what is running and give memory back. Closing again does nothing."""
+        """End what is running, the engine's processes included, and give memory back. Closing again does nothing."""
         self._loop.close()
+        self.runner.close()
         self.store.close()
 
     def __enter__(self) -> RagPipeline:
@@ -281,48 +259,9 @@ class RagPipeline:
     ) -> None:
         self.close()
 
-    def _load_embedder(self) -> SentenceEmbedder:
-        # Imported here because it takes seconds, and precomputing never needs it.
-        from retrieval.embedding import SentenceEmbedder
-
-        return SentenceEmbedder(resolve_embedder(self.config.embedder))
-
-    def _identity(self, chunk: Chunk) -> ChunkIdentity:
-        return ChunkIdentity(self.runner.fingerprint, self._prefix, chunk.token_ids)
-
     def _collect(self, identities: Sequence[ChunkIdentity]) -> None:
         chunks = [identity.token_ids for identity in identities]
-        self._loop.call(lambda: self.runner.collect(chunks, self._prefix))
-
-    def _policy(self, policy: Policy | str | None) -> Policy:
-        if policy is None:
-            return self.config.policy
-        try:
-            return Policy(policy)
-        except ValueError:
-            known = ", ".join(Policy)
-            raise PipelineError(f"Policy '{policy}' is unknown; use one of {known}.") from None
-
-    def _choose_chunks(
-        self, question: str, top_k: int, documents: Iterable[Any] | None
-    ) -> tuple[list[tuple[Chunk, float | None]], list[Chunk]]:
-        if documents is None:
-            result = self._corpus.retrieve(question, top_k, self.config.candidates)
-            return [(hit.chunk, hit.score) for hit in result.hits], [hit.chunk for hit in result.beyond]
-        given = [chunk for d in _documents(documents) for chunk in self._corpus.chunk(d)]
-        if not given:
-            raise PipelineError("The list of documents is empty; give some or leave it out to retrieve.")
-        return [(chunk, None) for chunk in given], []
-
-    def _segment(self, chunk: Chunk, policy: Policy) -> Segment:
-        """The chunk as it will be used: stored KV where there is some, fresh rows and the reason elsewhere."""
-        if policy is Policy.FULL:
-            return Segment(SegmentRole.CHUNK, chunk.token_ids)
-        prefixes = {self._prefix: None}
-        if bos := self._template.bos_ids():
-            prefixes[bos] = None
-        identity, reason = self._stored.find(self.runner.fingerprint, chunk.token_ids, list(prefixes))
-        return Segment(SegmentRole.CHUNK, chunk.token_ids, identity, reason.value if reason is not None else None)
+        self._loop.call(lambda: self.runner.collect(chunks, self._planner.prefix))
 
     def _stream(self, prepared: Prepared) -> AnswerStream:
         stream = AnswerStream(self._detokenizer(prepared), lambda: self._loop.abort(prepared.request.request_id))
@@ -344,21 +283,9 @@ class RagPipeline:
         self, prepared: Prepared, on_tokens: Callable[[tuple[int, ...]], None] | None = None
     ) -> Future[RequestOutcome]:
         outcome = self._loop.submit(prepared.request, on_tokens)
-        missed = [s.token_ids for s in prepared.request.plan.segments if s.reason is not None]
-        if self.config.collect_missed and missed:
-            outcome.add_done_callback(lambda _: self._collect_later(missed))
+        if self._missed is not None:
+            self._missed.collect_after(prepared.request.plan, outcome)
         return outcome
-
-    def _collect_later(self, missed: Sequence[tuple[int, ...]]) -> None:
-        def collect() -> None:
-            try:
-                self.runner.collect(missed, self._prefix)
-            except Exception:
-                # Nobody waits for it, and no question may fail because of it.
-                logger.exception("%d chunks that a question missed could not be collected", len(missed))
-
-        with contextlib.suppress(PipelineError):
-            self._loop.post(collect)
 
     def _detokenizer(self, prepared: Prepared) -> Detokenizer:
         return Detokenizer(self._tokenizer, prepared.request.sampling.stop)
@@ -374,14 +301,3 @@ class RagPipeline:
             retrieval_ms=prepared.retrieval_ms,
         )
         return Answer(prepared.question, detokenizer.text().strip(), prepared.sources, meta)
-
-
-def _documents(given: Iterable[Any]) -> Iterator[Document]:
-    """Documents of whatever shape as ours.
-
-    Raises:
-        PipelineError: for a single string or mapping, whose items would be taken for documents.
-    """
-    if isinstance(given, str | bytes | Mapping):
-        raise PipelineError(f"The documents are a single {type(given).__name__}; give a list of documents.")
-    return map(Document.from_any, given)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from cacheblend.errors import BlendError, UnsupportedModelError
 from cacheblend.models.support import require_supported
@@ -48,13 +48,18 @@ def load_model(folder: Path, dtype: str, device: str) -> Any:
     return model.to(device).eval()
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder holds a tokenizer's files."""
+    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
 def load_tokenizer(folder: Path) -> Any | None:
     """The folder's tokenizer, or None if it has none.
 
     Raises:
         BlendError: if its files are damaged.
     """
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not has_tokenizer(folder):
         return None
     try:
         return AutoTokenizer.from_pretrained(folder)
@@ -65,9 +70,30 @@ def load_tokenizer(folder: Path) -> Any | None:
 
 def end_of_sequence_ids(model: Any) -> frozenset[int]:
     """The ids that end a generation, from the generation configuration or the model's."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
+    return _end_ids(model.generation_config, model.config)
+
+
+def end_of_sequence_ids_of_folder(folder: Path) -> frozenset[int]:
+    """The same for the model in `folder`, which is not loaded.
+
+    Raises:
+        BlendError: if no configuration can be read there.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise BlendError(f"No model configuration could be read from {folder}: {_first_line(error)}") from error
+    try:
+        generation = GenerationConfig.from_pretrained(folder)
+    except OSError:
+        generation = None
+    return _end_ids(generation, config)
+
+
+def _end_ids(generation: Any | None, config: Any) -> frozenset[int]:
+    ids = getattr(generation, "eos_token_id", None)
     if ids is None:
-        ids = getattr(model.config, "eos_token_id", None)
+        ids = getattr(config, "eos_token_id", None)
     if ids is None:
         return frozenset()
     return frozenset([ids] if isinstance(ids, int) else ids)

@@ -14,12 +14,13 @@ from cacheblend.metadata import CacheFuseMetadata
 from cacheblend.models.fingerprint import model_fingerprint
 from cacheblend.models.loading import end_of_sequence_ids, load_model, load_tokenizer
 from cacheblend.models.support import require_supported
-from cacheblend.plan import BlendPlan, full_prefill_plan, require_fits, require_known
+from cacheblend.plan import BlendPlan, Policy, full_prefill_plan, require_fits, require_known
 from cacheblend.protocols import BlendReport, FinishReason, StepOutput
+from cacheblend.recipes import LayerKV, plan_from_old_kvs
 from cacheblend.reference.blend import BlendedPrefill
 from cacheblend.reference.collect import ChunkCollector
 from cacheblend.reference.forward import RowsForward
-from cacheblend.reference.hack_kv import LayerKV, plan_from_old_kvs, publish_hack_kv
+from cacheblend.reference.hack_kv import publish_hack_kv
 from cacheblend.reference.rows import RowBatch, SequenceRows
 from cacheblend.reference.sequence import RunningSequence, SequenceState
 from cacheblend.reference.stopping import StopConditions
@@ -113,6 +114,11 @@ class ReferenceRunner:
         forward = self._forward
         return forward.num_layers * 2 * forward.kv_heads * forward.head_dim * forward.dtype.itemsize
 
+    @property
+    def schedules_kv(self) -> bool:
+        """See `ModelRunner.schedules_kv`."""
+        return False
+
     def collect(self, chunks: Sequence[Sequence[int]], prefix: Sequence[int]) -> list[ChunkKey]:
         """See `ModelRunner.collect`."""
         if self._store is None:
@@ -133,8 +139,9 @@ class ReferenceRunner:
         prompt: BlendPlan | Sequence[int],
         sampling: SamplingParams | None = None,
         sequence_id: str | None = None,
+        policy: Policy = Policy.BLEND,
     ) -> str:
-        """See `ModelRunner.prefill`; bare token ids follow `cache_fuse_metadata`."""
+        """See `ModelRunner.prefill`; the plan says all about blending, whatever the policy was."""
         sampling = sampling or SamplingParams()
         sequence_id = sequence_id or uuid.uuid4().hex
         if sequence_id in self._sequences:
@@ -182,6 +189,11 @@ class ReferenceRunner:
         self._sequences.pop(sequence_id, None)
         self._aborted.discard(sequence_id)
         self._sampler.forget(sequence_id)
+
+    def close(self) -> None:
+        """See `ModelRunner.close`: memory of what was not released."""
+        for sequence_id in list(self._sequences):
+            self.release(sequence_id)
 
     def generate(self, token_ids: Sequence[int], sampling: SamplingParams | None = None) -> list[int]:
         """Run one prompt to its end under `cache_fuse_metadata`: CacheBlend's recipes in one call.

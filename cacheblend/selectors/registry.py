@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from cacheblend.errors import BlendError
 from cacheblend.selectors.base import Selector, require_ratio
@@ -11,6 +12,7 @@ from cacheblend.selectors.chunk_head import ChunkHeadSelector
 from cacheblend.selectors.composed import HeadsThenSelector
 from cacheblend.selectors.deviation import DeviationSelector
 from cacheblend.selectors.full import FullSelector
+from cacheblend.selectors.given import GivenRowsSelector
 from cacheblend.selectors.none import NoneSelector
 from cacheblend.selectors.query import QuerySelector
 
@@ -86,3 +88,35 @@ def make_selector(
     if ratio is not None:
         require_ratio(ratio)
     return maker(_Wanted(ratio, head_tokens, check_layers))
+
+
+def selector_params(selector: Selector) -> dict[str, Any]:
+    """What `make_selector` makes an equal selector of: the form in which a selector travels to another process.
+
+    Returns:
+        Arguments of `make_selector`; or `rows` alone, for rows that are given.
+
+    Raises:
+        BlendError: for a selector with a parameter that `make_selector` does not take.
+    """
+    if isinstance(selector, GivenRowsSelector):
+        if len(selector.layers) == 1:
+            return {"rows": selector.layers[0][1]}
+    elif selector.name in _MAKERS:
+        params = {"name": selector.name, **_own_params(selector)}
+        if make_selector(**params) == selector:
+            return params
+    raise BlendError(
+        f"Selector {selector.spec} cannot travel to another process: not all of it can be said by name, ratio, "
+        "head_tokens and check_layers; make it with make_selector."
+    )
+
+
+def _own_params(selector: Selector) -> dict[str, Any]:
+    if isinstance(selector, HeadsThenSelector):
+        return {**_own_params(selector.heads), **_own_params(selector.scored)}
+    if isinstance(selector, ChunkHeadSelector):
+        return {"head_tokens": selector.tokens} if selector.ratio is None else {"ratio": selector.ratio}
+    if isinstance(selector, DeviationSelector):
+        return {"ratio": selector.ratio, "check_layers": selector.check_layers}
+    return {"ratio": selector.share} if isinstance(selector, QuerySelector) else {}

@@ -26,7 +26,6 @@ from pipelines.config import PipelineConfig
 from pipelines.models import resolve_model
 from pipelines.precompute import PrecomputeSummary, precompute_chunks
 from pipelines.prompt import PromptTemplate
-from pipelines.runners import choose_engine, make_runner
 from pipelines.tokenizer import require_tokenizer
 from retrieval.chunking import TokenChunker
 from retrieval.documents import Document
@@ -63,17 +62,14 @@ class FidelityBench:
 
     def __init__(self, config: PipelineConfig) -> None:
         self.config = config
-        self.engine_name = choose_engine(config.engine)
+        self.engine_name = _require_reference(config.engine)
         folder = resolve_model(config.model)
         self.tokenizer = require_tokenizer(folder)
         self._template = PromptTemplate(self.tokenizer, config.system_prompt)
         self._prefix = self._template.prefix_ids(config.prefix)
         self._chunker = TokenChunker(self.tokenizer, config.chunk_tokens, config.chunk_overlap)
         self._store = ChunkStore(config.cache_dir, config.host_budget_bytes)
-        runner = make_runner(self.engine_name, folder, self._store, config.dtype, config.device)
-        # The only engine so far; scoring a forced answer is not part of every runner.
-        assert isinstance(runner, ReferenceRunner)
-        self._runner = runner
+        self._runner = ReferenceRunner.from_folder(folder, self._store, config.dtype, config.device)
         self._engine = make_engine(self._runner, self._store)
 
     @property
@@ -185,3 +181,14 @@ class FidelityBench:
             return Segment(SegmentRole.CHUNK, chunk)
         identity, reason = self._store.find(self.fingerprint, chunk, [self._prefix])
         return Segment(SegmentRole.CHUNK, chunk, identity, None if reason is None else reason.value)
+
+
+def _require_reference(engine: str) -> str:
+    """The engine that evaluations run on: the one that can score a forced answer.
+
+    Raises:
+        EvalError: for another one.
+    """
+    if engine not in ("auto", "reference"):
+        raise EvalError(f"Evaluations run on the engine `reference` so far, not on '{engine}'; use it, or `auto`.")
+    return "reference"

@@ -95,7 +95,7 @@ def source_lines(answer: Answer) -> list[str]:
 
 def account_of(meta: AnswerMeta) -> str:
     """What was reused and recomputed and how long it took, in one line; a second one if something was not reused."""
-    parts = [f"mode {meta.mode}"]
+    parts = [f"engine {meta.engine}", f"mode {meta.mode}"]
     if meta.selector is not None:
         parts.append(f"selector {meta.selector}")
     if meta.ttft_ms is not None:

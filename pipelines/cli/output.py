@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import unicodedata
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ def log_to_stderr(verbose: bool) -> None:
     """Show warnings, and with `verbose` also what the rooms report of their work."""
     handler = RichHandler(console=STDERR, show_time=False, show_path=False, markup=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
+    _hush_vllm(verbose)
     for room in ("cacheblend", "kvstore", "retrieval", "pipelines", "inputs"):
         logging.getLogger(room).setLevel(logging.INFO if verbose else logging.WARNING)
     if not verbose:
@@ -74,3 +76,12 @@ def _silence_transformers() -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+def _hush_vllm(verbose: bool) -> None:
+    """Have vLLM and its processes, which are told by the environment, log on stderr and only what matters."""
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    if not verbose:
+        # Its warnings speak of its own defaults; what concerns the user is raised.
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -68,15 +68,16 @@ def precompute_chunk_cache(
     if as_json:
         print_json(account)
     else:
-        print_table(summary_table(summary, len(documents), str(config.cache_dir)))
+        print_table(summary_table(summary, len(documents), account["engine"], str(config.cache_dir)))
     if summary.not_on_disk or summary.not_kept:
         raise typer.Exit(NOT_KEPT)
 
 
-def summary_table(summary: PrecomputeSummary, documents: int, cache_dir: str) -> Table:
+def summary_table(summary: PrecomputeSummary, documents: int, engine: str, cache_dir: str) -> Table:
     """What a precomputation did, for people."""
     table = Table(title="Dry run: nothing was computed" if summary.dry_run else None, show_header=False)
     computed = "to compute" if summary.dry_run else "computed"
+    table.add_row("engine", engine)
     table.add_row("documents", f"{documents:,}")
     table.add_row("chunks", f"{summary.chunks:,} ({summary.distinct:,} different)")
     table.add_row("cached before", f"{summary.cached:,}")

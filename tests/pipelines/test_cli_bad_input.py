@@ -110,7 +110,8 @@ def test_an_option_that_cannot_be_used_is_named(refused: Any, case: str) -> None
 
 def test_an_engine_that_is_not_there_is_refused(refused: Any) -> None:
     sentence = refused("cacheblend", "ask", "Who?", "--docs", DEMO, "--engine", "vllm")
-    assert "Engine 'vllm' is" in sentence
+    # Where it is installed, it does not take the tiny model's narrow heads.
+    assert "Engine 'vllm' is not installed" in sentence or "Engine 'vllm' cannot serve this model" in sentence
     assert "use the engine `reference`" in sentence
 
 

@@ -174,7 +174,7 @@ def test_a_pipeline_without_a_folder_keeps_chunks_in_memory(make_rag):
 def test_a_damaged_file_is_prefilled_with_its_reason_and_computed_again_by_the_next_precompute(make_rag, tmp_path):
     make_rag(DOCUMENTS[:2], cache_dir=tmp_path).precompute()
     pipeline = make_rag(DOCUMENTS[:2], cache_dir=tmp_path)
-    path = next(tmp_path.rglob(f"{pipeline._identity(pipeline.chunks[0]).key}*.safetensors"))
+    path = next(tmp_path.rglob(f"{pipeline._planner.identity(pipeline.chunks[0]).key}*.safetensors"))
     damaged = bytearray(path.read_bytes())
     damaged[-100] ^= 1
     path.write_bytes(damaged)

@@ -11,7 +11,7 @@ QUESTION = "What replaced the ferry?"
 
 
 def identities(pipeline):
-    return [pipeline._identity(chunk) for chunk in pipeline.chunks]
+    return [pipeline._planner.identity(chunk) for chunk in pipeline.chunks]
 
 
 def ask(pipeline, **options):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvstore.stored_chunks import REFRESH_INTERVAL_S, StoredChunks
@@ -35,7 +37,7 @@ def test_a_question_finds_what_another_process_has_precomputed_since(pair):
 def test_the_folder_is_looked_at_again_at_most_once_a_second(pair):
     running, other = pair
     clock = Clock()
-    running._stored = StoredChunks(running.store, clock)
+    running._planner = replace(running._planner, stored=StoredChunks(running.store, clock))
     assert missing(running) == ("missing",) * 4
     other.precompute()
     clock.now += REFRESH_INTERVAL_S * 0.99

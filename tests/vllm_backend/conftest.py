@@ -43,7 +43,7 @@ def wide_folder(tmp_path_factory, make_tiny_model):
     def folder(variant: str) -> Path:
         if variant not in made:
             made[variant] = tmp_path_factory.mktemp("wide") / variant
-            make_tiny_model(variant, head_dim=HEAD_DIM).save_pretrained(made[variant])
+            make_tiny_model(variant, head_dim=HEAD_DIM, hidden_size=4 * HEAD_DIM).save_pretrained(made[variant])
         return made[variant]
 
     return folder

@@ -177,7 +177,9 @@ class EngineBench:
         """Queue a prompt; the caller steps the engine."""
         self._ids += 1
         request_id = f"r{self._ids}"
-        params = self._sampling(ask.kv_transfer_params, {"max_tokens": tokens, "logprobs": ALL_LOGPROBS, **ask.sampling})
+        params = self._sampling(
+            ask.kv_transfer_params, {"max_tokens": tokens, "logprobs": ALL_LOGPROBS, **ask.sampling}
+        )
         self.engine.add_request(request_id, {"prompt_token_ids": ask.token_ids}, params)
         return request_id
 
@@ -200,7 +202,9 @@ class EngineBench:
         plan = BlendPlan((Segment(SegmentRole.QUESTION, tuple(ask.token_ids)),))
         return self.reference.score(plan)[0][-1]
 
-    def replayed(self, ask: Ask, answer: Answer, prefix: Sequence[int] = (), forced: Sequence[int] = ()) -> torch.Tensor:
+    def replayed(
+        self, ask: Ask, answer: Answer, prefix: Sequence[int] = (), forced: Sequence[int] = ()
+    ) -> torch.Tensor:
         """[1 + forced, vocabulary]: the reference runner recomputing the very rows the engine did.
 
         Args:
@@ -250,7 +254,9 @@ class EngineBench:
         from vllm import SamplingParams
 
         extra = {"kv_transfer_params": transfer} if transfer else None
-        return SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "detokenize": False, **given}, extra_args=extra)
+        return SamplingParams(
+            **{"temperature": 0.0, "ignore_eos": True, "detokenize": False, **given}, extra_args=extra
+        )
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -14,7 +14,11 @@ Ids = tuple[int, ...]
 
 
 def prompt(
-    head: Sequence[int], chunks: Sequence[Sequence[int]], question: Sequence[int], fresh: Sequence[int] = (), **options: Any
+    head: Sequence[int],
+    chunks: Sequence[Sequence[int]],
+    question: Sequence[int],
+    fresh: Sequence[int] = (),
+    **options: Any,
 ) -> Ask:
     """A prompt of `head`, reusable chunks (but those whose index is in `fresh`) and `question`."""
     parts = [(tuple(head), False)] if head else []

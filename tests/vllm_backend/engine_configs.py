@@ -39,7 +39,9 @@ CONFIGS = {
     "qwen2-yarn": EngineConfig("qwen2-yarn", **EVERYTHING),
     "qwen3-linear": EngineConfig("qwen3-linear", **EVERYTHING),
     "mistral-default": EngineConfig("mistral-default", **EVERYTHING),
-    "llama-no-prefix-caching": EngineConfig("llama-default", engine={"enable_prefix_caching": False}, in_matrix_only=True),
+    "llama-no-prefix-caching": EngineConfig(
+        "llama-default", engine={"enable_prefix_caching": False}, in_matrix_only=True
+    ),
     "llama-compiled": EngineConfig("llama-default", engine={"enforce_eager": False}, in_matrix_only=True),
     "llama-process": EngineConfig("llama-default", in_process=False, in_matrix_only=True),
     "llama-tp2": EngineConfig(

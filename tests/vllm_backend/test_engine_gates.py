@@ -48,7 +48,10 @@ def test_g2_one_chunk_where_it_was_encoded_gives_full_prefill(engine, corpus):
 
 @pytest.mark.parametrize(
     "options",
-    [{"selector": "full"}, *({"selector": name, "ratio": 1.0} for name in ("chunk_head", "deviation", "query", "chunk_head+query"))],
+    [
+        {"selector": "full"},
+        *({"selector": name, "ratio": 1.0} for name in ("chunk_head", "deviation", "query", "chunk_head+query")),
+    ],
     ids=lambda options: options["selector"],
 )
 def test_g3_recomputing_everything_gives_full_prefill(engine, corpus, options):
@@ -80,7 +83,9 @@ def test_g4_recomputing_any_rows_of_exact_kv_changes_nothing(engine, seed):
         assert error(answer.first, engine.full(ask)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("options", [*({"selector": name} for name in SELECTORS), GRADUAL], ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize(
+    "options", [*({"selector": name} for name in SELECTORS), GRADUAL], ids=lambda o: "-".join(map(str, o.values()))
+)
 def test_g5_a_blend_equals_the_reference_recomputing_the_same_rows(engine, corpus, options):
     ask = corpus.ask(3, 1, 0, 2, **options)
     answer = engine.one(ask)
@@ -155,12 +160,19 @@ def test_the_engine_chooses_the_rows_that_the_reference_chooses(engine, corpus):
     from cacheblend.plan import BlendPlan, Segment, SegmentRole
     from cacheblend.selectors import make_selector
 
-    for options in ({"name": "deviation"}, {"name": "query"}, {"name": "chunk_head+query"}, {"name": "query", "ratio": 0.4}):
+    for options in (
+        {"name": "deviation"},
+        {"name": "query"},
+        {"name": "chunk_head+query"},
+        {"name": "query", "ratio": 0.4},
+    ):
         named = {"selector": options["name"], **({"ratio": options["ratio"]} if "ratio" in options else {})}
         ask = corpus.ask(3, 2, 1, 0, question=engine.ids(31, 800), **named)
         answer = engine.one(ask)
         engine.reference_store.refresh()
-        chunks = [Segment(SegmentRole.CHUNK, ids, engine.identity(ids, corpus.head)) for ids, reuse in ask.parts if reuse]
+        chunks = [
+            Segment(SegmentRole.CHUNK, ids, engine.identity(ids, corpus.head)) for ids, reuse in ask.parts if reuse
+        ]
         segments = (
             Segment(SegmentRole.SYSTEM, corpus.head),
             *chunks,

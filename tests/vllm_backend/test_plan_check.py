@@ -144,13 +144,14 @@ def test_a_body_that_comes_in_pieces_is_checked_as_a_whole(client):
 
 
 class Recorder:
-    """An app that takes messages until it is told that the client has left."""
+    """An app that takes messages until it hears that the client has left."""
 
     def __init__(self) -> None:
         self.messages: list[dict] = []
 
     async def __call__(self, scope, receive, send) -> None:
         while not self.messages or self.messages[-1]["type"] != "http.disconnect":
+            assert len(self.messages) < 10, "the client leaves, but the app does not hear of it"
             self.messages.append(await receive())
 
 
@@ -201,6 +202,7 @@ def test_no_more_of_an_endless_body_is_held_than_a_plan_can_need(monkeypatch):
     async def receive() -> dict:
         nonlocal taken
         taken += 1
+        assert taken <= 20, "more is taken than the app asks for"
         return {"type": "http.request", "body": b"cacheblend", "more_body": True}
 
     class Unread(Recorder):

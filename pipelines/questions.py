@@ -1,0 +1,139 @@
+"""From a question to a plan: what is retrieved, how it is laid out, and what is asked to be reused."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cacheblend.plan import BlendPlan, Policy, Segment, SegmentRole, require_fits
+from cacheblend.request import EngineRequest
+from cacheblend.sampling_params import SamplingParams
+from kvstore.key import ChunkIdentity
+from kvstore.stored_chunks import StoredChunks
+from pipelines.answer import Source
+from pipelines.config import PipelineConfig
+from pipelines.corpus import Corpus
+from pipelines.errors import PipelineError
+from pipelines.prompt import PromptTemplate
+from retrieval.chunk import Chunk
+from retrieval.documents import Document
+from retrieval.text import clean_text
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A question ready to be submitted, and what its answer will need."""
+
+    question: str
+    request: EngineRequest
+    sources: tuple[Source, ...]
+    retrieval_ms: float
+
+
+@dataclass(frozen=True)
+class QuestionPlanner:
+    """Lays questions out for one model and one corpus.
+
+    Attributes:
+        config: what a call does not say.
+        template: of the model.
+        corpus: where documents are retrieved.
+        fingerprint: of the model.
+        max_model_len: rows of prompt and answer together.
+        stored: which chunks there are; None where the engine finds that out itself and every chunk is asked for.
+    """
+
+    config: PipelineConfig
+    template: PromptTemplate
+    corpus: Corpus
+    fingerprint: str
+    max_model_len: int
+    stored: StoredChunks | None
+
+    def prepare(
+        self,
+        question: str,
+        *,
+        policy: Policy | str | None = None,
+        selector: str | None = None,
+        ratio: float | None = None,
+        head_tokens: int | None = None,
+        top_k: int | None = None,
+        documents: Iterable[Any] | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Prepared:
+        """See `RagPipeline.prepare`."""
+        # Arguments and input that are not UTF-8 come with lone surrogates, which tokenizers do not take.
+        question = clean_text(question)
+        chosen = self._policy(policy)
+        blender = self.config.make_selector(selector, ratio, head_tokens)
+        question_ids = self.template.question_ids(question)
+        sampling = sampling or SamplingParams(max_tokens=self.config.max_tokens)
+        sampling = replace(sampling, stop=tuple(map(clean_text, sampling.stop)))
+        require_fits(len(self.template.head_ids) + len(question_ids), sampling.max_tokens, self.max_model_len)
+        started = time.perf_counter()
+        found, beyond = self._choose_chunks(question, self.config.top_k if top_k is None else top_k, documents)
+        retrieval_ms = (time.perf_counter() - started) * 1e3
+        segments = [self._segment(chunk, chosen) for chunk, _ in found]
+        if self.template.head_ids:
+            segments.insert(0, Segment(SegmentRole.SYSTEM, self.template.head_ids))
+        plan = BlendPlan((*segments, Segment(SegmentRole.QUESTION, question_ids)), blender)
+        require_fits(plan.length, sampling.max_tokens, self.max_model_len)
+        request = EngineRequest(uuid.uuid4().hex, plan, chosen, sampling, tuple(map(self.identity, beyond)))
+        sources = tuple(Source(c.document_id, c.title, c.body, score) for c, score in found)
+        return Prepared(question, request, sources, 0.0 if documents is not None else retrieval_ms)
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """Ids that the corpus's chunks are encoded behind."""
+        return self.template.prefix_ids(self.config.prefix)
+
+    def identity(self, chunk: Chunk) -> ChunkIdentity:
+        """What a chunk of the corpus is stored as."""
+        return ChunkIdentity(self.fingerprint, self.prefix, chunk.token_ids)
+
+    def _policy(self, policy: Policy | str | None) -> Policy:
+        if policy is None:
+            return self.config.policy
+        try:
+            return Policy(policy)
+        except ValueError:
+            known = ", ".join(Policy)
+            raise PipelineError(f"Policy '{policy}' is unknown; use one of {known}.") from None
+
+    def _choose_chunks(
+        self, question: str, top_k: int, documents: Iterable[Any] | None
+    ) -> tuple[list[tuple[Chunk, float | None]], list[Chunk]]:
+        if documents is None:
+            result = self.corpus.retrieve(question, top_k, self.config.candidates)
+            return [(hit.chunk, hit.score) for hit in result.hits], [hit.chunk for hit in result.beyond]
+        given = [chunk for d in documents_of(documents) for chunk in self.corpus.chunk(d)]
+        if not given:
+            raise PipelineError("The list of documents is empty; give some or leave it out to retrieve.")
+        return [(chunk, None) for chunk in given], []
+
+    def _segment(self, chunk: Chunk, policy: Policy) -> Segment:
+        """The chunk as it will be used: stored KV where there is some, fresh rows and the reason elsewhere."""
+        if policy is Policy.FULL:
+            return Segment(SegmentRole.CHUNK, chunk.token_ids)
+        if self.stored is None:
+            return Segment(SegmentRole.CHUNK, chunk.token_ids, self.identity(chunk))
+        prefixes = {self.prefix: None}
+        if bos := self.template.bos_ids():
+            prefixes[bos] = None
+        identity, reason = self.stored.find(self.fingerprint, chunk.token_ids, list(prefixes))
+        return Segment(SegmentRole.CHUNK, chunk.token_ids, identity, reason.value if reason is not None else None)
+
+
+def documents_of(given: Iterable[Any]) -> Iterator[Document]:
+    """Documents of whatever shape as ours.
+
+    Raises:
+        PipelineError: for a single string or mapping, whose items would be taken for documents.
+    """
+    if isinstance(given, str | bytes | Mapping):
+        raise PipelineError(f"The documents are a single {type(given).__name__}; give a list of documents.")
+    return map(Document.from_any, given)
