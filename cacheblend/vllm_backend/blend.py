@@ -27,7 +27,7 @@ from cacheblend.selectors.selection import RowSelection
 from cacheblend.vllm_backend.attention import ScoringAttention
 from cacheblend.vllm_backend.forward import Hidden, LayersForward
 from cacheblend.vllm_backend.messages import BlendDone, BlendOrder
-from cacheblend.vllm_backend.placement import LayerPlacement, PlacedSpan
+from cacheblend.vllm_backend.placement import PlacedSpan, place_layers
 from cacheblend.vllm_backend.ranks import Ranks
 from cacheblend.vllm_backend.rotary import RotaryTables
 from cacheblend.vllm_backend.rows import PromptPages, PromptRows, RowBatch, slices
@@ -111,7 +111,7 @@ class BlendBatch:
         with times.stage("load"):
             prompts = [self._load(order) for order in self.orders]
             spans = [span for prompt in prompts for span in prompt.placed()]
-            placement = LayerPlacement(spans, self.forward.pages, self.rotary, self.forward.device)
+            placement = place_layers(spans, self.forward.pages, self.rotary, self.forward.device)
 
         def place(layer: int) -> None:
             with times.stage("relocate"):

@@ -196,6 +196,8 @@ class Recipes:
         namespace = f"old-{uuid.uuid4().hex}"
         fingerprint = fingerprint_in(self._fingerprint, namespace)
         plan, chunk = plan_from_old_kvs(self._kv, metadata, token_ids, old_kvs, fingerprint)
+        assert plan.selector is not None
+        plan.selector.shares(self._kv.num_layers)
         report = self._store.put(chunk)
         if not report.on_disk:
             raise BlendError(f"The store's folder does not take old_kvs ({report.reason}); make room or name another.")

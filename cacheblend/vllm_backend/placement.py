@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from cacheblend.kernels.place_rows import StagedRows, place_rows
 from cacheblend.plan import Span
 from cacheblend.relocation import rotate_keys
 from cacheblend.vllm_backend.pages import LayerPages
@@ -14,8 +16,8 @@ from cacheblend.vllm_backend.rotary import RotaryTables
 from cacheblend.vllm_backend.rows import PromptPages
 from kvstore.chunk import ChunkKV
 
-LAYERS_AHEAD = 3
-"""Layers whose KV is on its way to the GPU while one is written."""
+LAYERS_TOGETHER = 4
+"""Layers that are copied to the GPU with one call a chunk."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +47,18 @@ class PlacedSpan:
         return self.span.end - self.start
 
 
-class LayerPlacement:
-    """Writes each layer's chunk KV into the pages when a pass first comes to that layer.
+class LayerPlacement(Protocol):
+    """Writes each layer's chunk KV into the pages when a pass first comes to that layer."""
 
-    On a GPU the copies of the next layers run on a stream of their own meanwhile, through a ring of staging buffers.
+    def ensure(self, layer: int) -> None:
+        """Write every layer up to `layer` that is not written yet."""
+        ...
+
+
+def place_layers(
+    spans: Sequence[PlacedSpan], pages: Sequence[LayerPages], rotary: RotaryTables, device: torch.device
+) -> LayerPlacement:
+    """How `spans` get into the pages of each layer.
 
     Args:
         spans: what to write; none empty.
@@ -56,100 +66,124 @@ class LayerPlacement:
         rotary: of the model.
         device: of the model.
     """
+    on_gpu = device.type == "cuda" and pages[0].views is not None
+    return (
+        StagedPlacement(spans, pages, rotary, device)
+        if spans and on_gpu
+        else PlainPlacement(spans, pages, rotary, device)
+    )
+
+
+class PlainPlacement:
+    """Rotates with PyTorch and writes through the engine's backend: right for every layout and device."""
 
     def __init__(
         self, spans: Sequence[PlacedSpan], pages: Sequence[LayerPages], rotary: RotaryTables, device: torch.device
     ) -> None:
         self._spans = spans
         self._pages = pages
-        self._next = 0
-        self._staging: _Staging | None = None
-        if not spans:
-            self._next = len(pages)
-            return
-        slots = [s.prompt.slots(torch.arange(s.start, s.span.end)) for s in spans]
-        self._slots = torch.cat(slots).to(device, non_blocking=True)
-        self._rotation = _join_rotations(spans, rotary, device)
-        if device.type == "cuda":
-            self._staging = _Staging(spans, len(pages), device)
+        self._device = device
+        self._next = 0 if spans else len(pages)
+        self._slots = _slots(spans, device)
+        self._rotation = _rotations(spans, rotary, device)
 
     def ensure(self, layer: int) -> None:
-        """Write every layer up to `layer` that is not written yet."""
+        """See `LayerPlacement.ensure`."""
         while self._next <= layer and self._next < len(self._pages):
             self._place(self._next)
             self._next += 1
 
     def _place(self, layer: int) -> None:
-        keys, values = self._stored(layer) if self._staging is None else self._staging.take(layer)
-        if self._rotation is not None:
-            keys = rotate_keys(keys, *self._rotation)
-        self._pages[layer].write(self._slots, keys, values)
-        if self._staging is not None:
-            self._staging.give_back(layer)
-
-    def _stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         parts = [span.chunk.kv[layer, :, span.rows] for span in self._spans]
-        keys, values = torch.cat(parts, dim=1)
-        return keys, values
+        keys, values = torch.cat(parts, dim=1).to(self._device)
+        self._pages[layer].write(self._slots, rotate_keys(keys, *self._rotation), values)
 
 
-class _Staging:
-    """Copies of a layer's chunk KV on the GPU, made ahead on a stream of their own."""
+class StagedPlacement:
+    """Copies a few layers of all chunks ahead, on a stream of its own, and has one kernel a layer place them.
 
-    def __init__(self, spans: Sequence[PlacedSpan], layers: int, device: torch.device) -> None:
+    Where the pages are a strided view: the kernel writes through it. Two buffers take turns, so that the copies of the
+    next layers run while the layers of the other buffer are placed and computed.
+    """
+
+    def __init__(
+        self, spans: Sequence[PlacedSpan], pages: Sequence[LayerPages], rotary: RotaryTables, device: torch.device
+    ) -> None:
         self._spans = spans
-        self._layers = layers
-        self._stream = torch.cuda.Stream(device)
+        self._views = [page.views for page in pages]
+        self._device = device
+        self._next = 0
         kv = spans[0].chunk.kv
-        rows = sum(span.length for span in spans)
-        shape = (min(LAYERS_AHEAD, layers), 2, rows, *kv.shape[3:])
-        self._buffers = torch.empty(shape, dtype=kv.dtype, device=device)
-        self._copied = [torch.cuda.Event() for _ in range(shape[0])]
+        row = kv.shape[3] * kv.shape[4]
+        sizes = [2 * span.span.length * row for span in spans]
+        self._offsets = [sum(sizes[:index]) * LAYERS_TOGETHER for index in range(len(sizes) + 1)]
+        self._staged = self._lay_out(row, rotary)
+        self._stream = torch.cuda.Stream(device)
+        self._buffers = torch.empty(2, self._offsets[-1], dtype=kv.dtype, device=device)
+        self._arrived = [torch.cuda.Event(), torch.cuda.Event()]
         # The buffers may be memory that earlier work on the main stream still reads.
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        for layer in range(shape[0]):
-            self._copy(layer)
+        for first in (0, LAYERS_TOGETHER):
+            self._copy(first)
 
-    def take(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(keys, values) of a layer, each [rows, kv_heads, head_dim], once they have arrived."""
-        self._copied[layer % len(self._copied)].wait()
-        buffer = self._buffers[layer % len(self._buffers)]
-        return buffer[0], buffer[1]
+    def ensure(self, layer: int) -> None:
+        """See `LayerPlacement.ensure`."""
+        while self._next <= layer and self._next < len(self._views):
+            self._place(self._next)
+            self._next += 1
 
-    def give_back(self, layer: int) -> None:
-        """The layer is written: its buffer takes the next one that has none."""
-        following = layer + len(self._buffers)
-        if following < self._layers:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            self._copy(following)
+    def _place(self, layer: int) -> None:
+        turn, within = divmod(layer, LAYERS_TOGETHER)
+        if within == 0:
+            self._arrived[turn % 2].wait()
+        views = self._views[layer]
+        assert views is not None
+        place_rows(self._buffers[turn % 2], within, self._staged, *views)
+        if within == LAYERS_TOGETHER - 1:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._copy(layer + 1 + LAYERS_TOGETHER)
 
-    def _copy(self, layer: int) -> None:
-        buffer = self._buffers[layer % len(self._buffers)]
+    def _copy(self, first: int) -> None:
+        """Start copying the layers from `first` on into the buffer whose turn it is."""
+        last = min(first + LAYERS_TOGETHER, len(self._views))
+        if first >= last:
+            return
+        turn = first // LAYERS_TOGETHER % 2
         with torch.cuda.stream(self._stream):
-            first = 0
-            for span in self._spans:
-                last = first + span.length
-                for kind in (0, 1):
-                    buffer[kind, first:last].copy_(span.chunk.kv[layer, kind, span.rows], non_blocking=True)
-                first = last
-            self._copied[layer % len(self._copied)].record(self._stream)
+            for span, start in zip(self._spans, self._offsets, strict=False):
+                kv = span.chunk.kv[first:last]
+                self._buffers[turn, start : start + kv.numel()].view(kv.shape).copy_(kv, non_blocking=True)
+            self._arrived[turn].record(self._stream)
+
+    def _lay_out(self, row: int, rotary: RotaryTables) -> StagedRows:
+        first, steps = [], []
+        for span, start in zip(self._spans, self._offsets, strict=False):
+            first.append(start + torch.arange(span.rows.start, span.rows.stop) * row)
+            steps.append(torch.full((span.length,), span.span.length * row))
+        kind_step = torch.cat(steps).to(self._device, non_blocking=True)
+        cos, sin = _rotations(self._spans, rotary, self._device)
+        return StagedRows(
+            torch.cat(first).to(self._device, non_blocking=True),
+            2 * kind_step,
+            kind_step,
+            cos.contiguous(),
+            sin.contiguous(),
+            _slots(self._spans, self._device),
+        )
 
 
-def _join_rotations(
+def _slots(spans: Sequence[PlacedSpan], device: torch.device) -> torch.Tensor:
+    slots = [torch.empty(0, dtype=torch.int64), *(s.prompt.slots(torch.arange(s.start, s.span.end)) for s in spans)]
+    return torch.cat(slots).to(device, non_blocking=True)
+
+
+def _rotations(
     spans: Sequence[PlacedSpan], rotary: RotaryTables, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(cos, sin) over all rows, each [rows, head_dim] float32; None if nothing moves."""
-    turns = []
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin) over all rows, each [rows, head_dim] float32."""
+    old = [torch.empty(0, dtype=torch.int64)]
+    new = [torch.empty(0, dtype=torch.int64)]
     for span in spans:
-        base = span.chunk.identity.base_position + span.rows.start
-        turns.append(rotary.between(base, span.start, span.length))
-    known = next((turn for turn in turns if turn is not None), None)
-    if known is None:
-        return None
-    still = (torch.ones(1, known[0].shape[1], device=device), torch.zeros(1, known[0].shape[1], device=device))
-    cos, sin = [], []
-    for span, turn in zip(spans, turns, strict=True):
-        c, s = turn if turn is not None else (part.expand(span.length, -1) for part in still)
-        cos.append(c)
-        sin.append(s)
-    return torch.cat(cos), torch.cat(sin)
+        new.append(torch.arange(span.start, span.span.end))
+        old.append(new[-1] - span.span.start + span.chunk.identity.base_position)
+    return rotary.between(torch.cat(old).to(device), torch.cat(new).to(device))

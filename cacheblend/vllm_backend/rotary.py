@@ -26,16 +26,15 @@ class RotaryTables:
         self._embedding = LlamaRotaryEmbedding(config).to(device)
         self._device = device
 
-    def between(self, old: int, new: int, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The rotation of `count` keys from positions `old`... to `new`...; None where they stay.
+    def between(self, old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rotation of keys from positions `old` to positions `new`, each [n] int64 on the tables' device.
 
         Returns:
-            (cos, sin), each [count, head_dim] float32.
+            (cos, sin), each [n, head_dim] float32; exactly (1, 0) where a key stays.
         """
-        if old == new:
-            return None
-        base = torch.arange(count, device=self._device)
-        return rotation_between(self._tables, base + old, base + new, float(self._embedding.attention_scaling))
+        cos, sin = rotation_between(self._tables, old, new, float(self._embedding.attention_scaling))
+        stays = (old == new)[:, None]
+        return cos.masked_fill(stays, 1.0), sin.masked_fill(stays, 0.0)
 
     def _tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         probe = torch.empty(0, dtype=torch.float32, device=self._device)

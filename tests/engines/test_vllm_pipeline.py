@@ -60,7 +60,7 @@ def test_missing_chunks_are_reported_and_collected_afterwards_if_that_is_wished(
     from pipelines.missed import MissedChunks
 
     answer = pipeline.run("When does it leave?", documents=FERRIES[:2])
-    assert answer.meta.fallback_reasons == ("missing", "missing")
+    assert set(answer.meta.fallback_reasons) == {"missing"}
     assert answer.meta.mode == "full"
     pipeline._missed = MissedChunks(pipeline.runner, pipeline._loop, pipeline._planner.prefix)
     try:

@@ -61,8 +61,10 @@ def blend(runner: Any, old_kvs: Any, **switches: Any) -> tuple[list[int], Any]:
     return tokens, report
 
 
-def files_of_recipes(pipeline: Any) -> list[str]:
-    return [path.name for path in pipeline.config.cache_dir.rglob("*.safetensors") if "." in path.parts[-3]]
+def files(pipeline: Any) -> set[str]:
+    return {
+        str(path) for path in pipeline.config.cache_dir.rglob("*") if path.is_dir() or path.suffix == ".safetensors"
+    }
 
 
 def test_hack_kv_is_what_the_reference_runner_keeps(old_kvs):
@@ -88,21 +90,22 @@ def test_a_blend_of_old_kvs_gives_the_reference_runners_tokens_and_rows(runner, 
 def test_recomputing_everything_is_full_prefill_and_other_old_kvs_of_the_same_ids_are_not_mixed_up(
     runner, old_kvs, pipeline
 ):
-    exact = runner.generate(PROMPT, GREEDY)
+    exact, before = runner.generate(PROMPT, GREEDY), files(pipeline)
     assert blend(runner, old_kvs[0], recomp_ratio=1.0)[0] == exact
     reused = blend(runner, old_kvs[0], recomp_ratio=0.0)[0]
     zeros = [[torch.zeros_like(part) for part in layer] for layer in old_kvs[0]]
     assert blend(runner, zeros, recomp_ratio=0.0)[0] != reused
-    # What was handed over is deleted; the last collected prompt is all that stays.
-    assert len(files_of_recipes(pipeline)) == 1
+    assert files(pipeline) == before
 
 
-def test_hack_kv_is_read_only_when_asked_and_only_of_the_last_prompt(runner):
+def test_hack_kv_is_read_when_it_is_indexed_and_only_of_the_last_prompt(runner):
     runner.cache_fuse_metadata["collect"] = True
     runner.generate([*START, *CHUNKS[0]], GREEDY)
     before = runner.layers[0].self_attn.hack_kv
     runner.generate([*START, *CHUNKS[1]], GREEDY)
     k, v = runner.layers[-1].self_attn.hack_kv
+    with pytest.raises(IndexError):
+        runner.layers[0].self_attn.hack_kv[2]
     assert len(k) == len(v) == len(runner.layers[0].self_attn.hack_kv[1]) == 1 + len(CHUNKS[1])
     with pytest.raises(BlendError, match="collect it again"):
         before[0]
@@ -113,7 +116,7 @@ def test_hack_kv_is_read_only_when_asked_and_only_of_the_last_prompt(runner):
 
 
 def test_wrong_switches_and_old_kvs_are_refused_and_leave_no_file(runner, old_kvs, pipeline):
-    left = files_of_recipes(pipeline)
+    left = files(pipeline)
     for kvs, switches, words in (
         (None, {}, "needs runner.old_kvs with .* all 4 layers"),
         (old_kvs[0], {"check_layers": [9]}, "beyond the model's 4 layers"),
@@ -124,7 +127,7 @@ def test_wrong_switches_and_old_kvs_are_refused_and_leave_no_file(runner, old_kv
         with pytest.raises(BlendError, match=words):
             blend(runner, kvs, **switches)
     runner.cache_fuse_metadata["check_layers"] = [1]
-    assert files_of_recipes(pipeline) == left
+    assert files(pipeline) == left
 
 
 def test_without_a_folder_the_recipes_are_refused(runner, monkeypatch):

@@ -140,13 +140,15 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=9)
     parser.add_argument("--rows-per-step", type=int)
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--custom-ops", default="all", help="vLLM's own kernels in eager layers: all or none")
     parser.add_argument("--skip-gaps", action="store_true")
     parser.add_argument("--commit", default="unknown")
     args = parser.parse_args()
     settings: dict[str, Any] = {"attention": args.attention}
     if args.rows_per_step:
         settings["max_rows_per_step"] = args.rows_per_step
-    llm = make_engine(Path("/tmp/llama-8b"), settings=settings)
+    compilation = {"custom_ops": [args.custom_ops]}
+    llm = make_engine(Path("/tmp/llama-8b"), settings=settings, compilation_config=compilation)
     prompts = Prompts(args.chunks)
     collected = collect(llm, prompts)
     result: dict[str, Any] = {

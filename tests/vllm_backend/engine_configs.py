@@ -13,6 +13,9 @@ import torch
 from engine_bench import EngineBench, running
 
 ON_GPU = torch.cuda.is_available()
+if ON_GPU:
+    # vLLM's Triton attention multiplies fp32 in TF32 unless told otherwise.
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 
 @dataclass(frozen=True)
