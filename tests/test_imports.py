@@ -31,10 +31,14 @@ TORCH_FREE = (
     "cacheblend.protocols",
     "cacheblend.request",
     "cacheblend.sampling_params",
+    "cacheblend.assembly",
     "cacheblend.scheduling.catalogue",
+    "cacheblend.scheduling.delegated_scheduler",
     "cacheblend.scheduling.lookahead_predictor",
     "cacheblend.scheduling.lru_scheduler",
     "cacheblend.testing",
+    "cacheblend.vllm_backend.request_format",
+    "cacheblend.vllm_backend.settings",
     "kvstore",
 )
 

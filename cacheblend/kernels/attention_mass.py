@@ -7,8 +7,28 @@ import torch
 MAX_SCORE_BYTES = 256 * 2**20
 
 
+def hidden_keys(positions: torch.Tensor, n: int) -> torch.Tensor:
+    """What each row may not see, made once for all layers.
+
+    Args:
+        positions: [rows] integer.
+        n: keys, at positions 0 to n - 1.
+
+    Returns:
+        [rows, n] float32, minus infinity where a key lies behind the row, else 0.
+    """
+    places = torch.arange(n, device=positions.device)
+    hidden = torch.zeros(len(positions), n, device=positions.device)
+    return hidden.masked_fill_(places > positions[:, None], -torch.inf)
+
+
 def attention_with_mass(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, scale: float
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    hidden: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend causally by position, and sum the attention that each key receives.
 
@@ -20,6 +40,7 @@ def attention_with_mass(
         values: as `keys`.
         positions: [rows] integer, each below n.
         scale: factor on the scores.
+        hidden: `hidden_keys` of these positions, where it is known already.
 
     Returns:
         The output, [rows, heads, head_dim] of the query's dtype, and the mass, [n] float32: the softmax weights of a
@@ -33,14 +54,12 @@ def attention_with_mass(
     out = torch.empty(rows, kv_heads, group, dim, dtype=query.dtype, device=query.device)
     mass = torch.zeros(n, dtype=torch.float32, device=query.device)
     grouped = query.view(rows, kv_heads, group, dim)
-    places = torch.arange(n, device=query.device)
     for first_row in range(0, rows, rows_at_a_time):
         at = slice(first_row, first_row + rows_at_a_time)
-        hidden = torch.zeros(len(positions[at]), n, device=query.device)
-        hidden.masked_fill_(places > positions[at, None], -torch.inf)
+        unseen = hidden_keys(positions[at], n) if hidden is None else hidden[at]
         for first_head in range(0, kv_heads, kv_at_a_time):
             of = slice(first_head, first_head + kv_at_a_time)
-            weights = _weights(grouped[at, of].permute(1, 2, 0, 3), keys[:, of].permute(1, 2, 0), hidden, scale)
+            weights = _weights(grouped[at, of].permute(1, 2, 0, 3), keys[:, of].permute(1, 2, 0), unseen, scale)
             mass += weights.sum((0, 1, 2))
             attended = weights.to(values.dtype).flatten(1, 2) @ values[:, of].transpose(0, 1)
             out[at, of] = attended.view(*weights.shape[:3], dim).permute(2, 0, 1, 3)

@@ -16,7 +16,7 @@ _ROWS = 16
 
 
 @triton.jit
-def _place(
+def _place(  # type: ignore[no-untyped-def]
     buffer,
     first,
     layer_step,

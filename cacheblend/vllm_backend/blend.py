@@ -164,7 +164,8 @@ class BlendBatch:
             members = [prompts[index] for index, _ in piece]
             tallies = [prompt.tally for prompt in members if prompt.tally is not None]
             with times.stage("score"):
-                attention = ScoringAttention(rows, [prompt.plan.question.start for prompt in members], tallies)
+                questions = [prompt.plan.question.start for prompt in members]
+                attention = ScoringAttention(rows, questions, tallies, self.forward.context_attention(rows, questions))
                 hidden = self.forward.embed(rows)
                 self.forward.run(0, self.forward.num_layers, hidden, rows, attention, place, attend_last=True)
             yield len(rows)

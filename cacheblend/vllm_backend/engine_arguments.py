@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import vllm
 from transformers import AutoConfig
 from vllm.config import KVTransferConfig, VllmConfig
@@ -102,7 +103,7 @@ def _cpu_memory(config: Any, dtype: str, options: Mapping[str, Any], longest: in
     """Room for running requests, and a context that fits it.
 
     Raises:
-        BlendError: if the context asked for does not fit.
+        BlendError: if there is not so much memory, or the context asked for does not fit it.
     """
     asked: dict[str, Any] = {}
     room = options.get("kv_cache_memory_bytes")
@@ -110,6 +111,12 @@ def _cpu_memory(config: Any, dtype: str, options: Mapping[str, Any], longest: in
         room = int(os.environ[CPU_KV_VARIABLE]) << 30
     elif room is None:
         room = asked["kv_cache_memory_bytes"] = CPU_KV_BYTES
+    free = psutil.virtual_memory().available
+    if room > free:
+        raise BlendError(
+            f"The {room / (1 << 30):g} GiB for the KV of running requests are more than the {free / (1 << 30):.1f} GiB "
+            f"of memory that are free; set {CPU_KV_VARIABLE} to fewer GiB."
+        )
     if options.get("num_gpu_blocks_override") is not None:
         return {**asked, "max_model_len": longest}
     rows = room // kv_bytes_per_token(config, dtype) // CPU_ROW_GRANULE * CPU_ROW_GRANULE

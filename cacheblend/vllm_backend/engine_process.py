@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -57,12 +59,13 @@ class EngineProcess:
         self._engine: LLMEngine | None = None
         before = _children()
         try:
-            self._engine = LLMEngine(
-                vllm_config=config,
-                executor_class=Executor.get_class(config),
-                log_stats=log_stats,
-                multiprocess_mode=not in_process,
-            )
+            with _interruptible():
+                self._engine = LLMEngine(
+                    vllm_config=config,
+                    executor_class=Executor.get_class(config),
+                    log_stats=log_stats,
+                    multiprocess_mode=not in_process,
+                )
         except (*REFUSALS, RuntimeError, OSError, MemoryError) as error:
             raise BlendError(f"vLLM's engine did not start: {_reason(error)}.") from error
         finally:
@@ -124,6 +127,30 @@ class EngineProcess:
         del engine
         gc.collect()
         _end(processes)
+
+
+class _Interrupted(BaseException):
+    """Ctrl-C under a name that vLLM does not know."""
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C end a start: vLLM swallows a KeyboardInterrupt there, and then waits for processes that have ended."""
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def interrupt(signum: int, frame: Any) -> None:
+        raise _Interrupted
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except _Interrupted:
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

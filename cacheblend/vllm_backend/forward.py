@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from cacheblend.errors import UnsupportedModelError
 from cacheblend.vllm_backend.attention import PassAttention, RowsAttention, RunsAttention
+from cacheblend.vllm_backend.eager import eager_kernels
 from cacheblend.vllm_backend.pages import LayerPages, PageLayout
 from cacheblend.vllm_backend.rows import RowBatch
 
@@ -108,6 +109,17 @@ class LayersForward:
         """The attention of a pass over `rows`."""
         return RowsAttention(rows) if self.kernel == "rows" else RunsAttention(rows, self._builder)
 
+    def context_attention(self, rows: RowBatch, questions: Sequence[int]) -> RowsAttention | None:
+        """Our kernel for those rows of each part that come before its question; None without them or the kernel."""
+        if self.kernel != "rows":
+            return None
+        context = [
+            part.cut(0, int((part.positions < question).sum()))
+            for part, question in zip(rows.parts, questions, strict=True)
+        ]
+        context = [part for part in context if len(part.positions)]
+        return RowsAttention(RowBatch(context, self.device)) if context else None
+
     def embed(self, rows: RowBatch) -> Hidden:
         """The rows' embeddings."""
         return Hidden(self._model.embed_input_ids(rows.token_ids), None)
@@ -138,7 +150,7 @@ class LayersForward:
         Returns:
             What enters layer `last`.
         """
-        with self._context(rows, attention):
+        with self._context(rows, attention), eager_kernels(self.device):
             for index in range(first, last):
                 if before_layer is not None:
                     before_layer(index)
@@ -152,7 +164,7 @@ class LayersForward:
 
     def keys_values(self, index: int, hidden: Hidden, rows: RowBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Only the rows' keys (rotated) and values of layer `index`, each [rows, kv_heads, head_dim]."""
-        with self._context(rows, None):
+        with self._context(rows, None), eager_kernels(self.device):
             return self._stop_at_attention(index, hidden.copy(), rows)
 
     def _stop_at_attention(self, index: int, hidden: Hidden, rows: RowBatch) -> tuple[torch.Tensor, torch.Tensor]:

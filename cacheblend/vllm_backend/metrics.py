@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
+from cacheblend.plan import Policy
 from cacheblend.protocols import BlendReport
 from cacheblend.vllm_backend.tracking import Tracked
 
@@ -50,8 +51,8 @@ class BlendStats(KVConnectorStats):
             self.count("hits", amount=len(plan.keys) if report.mode == "blend" else 0)
             for reason in plan.fallback_reasons:
                 self.count("misses", _first_word(reason))
-        if tracked.reason is not None:
-            self.count("fallbacks", _first_word(tracked.reason))
+        if report.mode == "full" and tracked.policy is not Policy.FULL:
+            self.count("fallbacks", _first_word(tracked.reason or "no_chunk"))
         for tier, nbytes in report.bytes_loaded.items():
             self.count("bytes_loaded", tier, nbytes)
         self.count("rows_reused", amount=report.reused_tokens)

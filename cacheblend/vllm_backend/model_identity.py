@@ -55,6 +55,15 @@ def require_blendable(vllm_config: VllmConfig) -> None:
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     require_supported(transformers_config(vllm_config))
+    if model.hf_overrides:
+        raise UnsupportedModelError(
+            "`--hf-overrides` is not supported: chunk keys and moved keys follow the model folder's own configuration; "
+            "write the change into its config.json."
+        )
+    if model.quantization is not None:
+        raise UnsupportedModelError(
+            f"Weights quantised by '{model.quantization}' are not supported: no gate covers them; use bf16 or fp32."
+        )
     if model.use_mla:
         raise UnsupportedModelError("MLA models are not supported: their cache holds no keys that can be moved.")
     if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):

@@ -81,6 +81,8 @@ def enter(request: Any, namespace: Namespace, exact_blocks: int) -> None:
         namespace: where its blocks belong.
         exact_blocks: blocks at its start that hold exact KV.
     """
+    if not request.block_hashes:
+        return
     exact = list(request.block_hashes[:exact_blocks])
     request.cache_salt = f"{request.cache_salt or ''}{namespace.salt}"
     _hash_again(request)

@@ -10,6 +10,7 @@ from cacheblend.selectors.given import GivenRowsSelector
 from cacheblend.vllm_backend.directory import ChunkDirectory
 from cacheblend.vllm_backend.request_format import BlendParams, CollectParams, fingerprint_in
 from cacheblend.vllm_backend.settings import ConnectorSettings
+from kvstore.errors import UnavailableReason
 from kvstore.key import ChunkIdentity
 
 
@@ -75,6 +76,9 @@ class Planner:
     def _chunk(self, fingerprint: str, ids: tuple[int, ...], head: tuple[int, ...]) -> Segment:
         prefixes = dict.fromkeys([head, *([(self._bos,)] if self._bos is not None else []), ()])
         identity, reason = self._directory.find(fingerprint, ids, list(prefixes))
+        if reason is UnavailableReason.OTHER_MODEL and fingerprint != self.fingerprint:
+            # A namespace is part of the fingerprint: the model is the same, the chunk is not in it.
+            reason = UnavailableReason.MISSING
         return Segment(SegmentRole.CHUNK, ids, identity, reason.value if reason is not None else None)
 
     def _selector(self, params: BlendParams) -> Selector:

@@ -36,16 +36,26 @@ def plan_result(tracked: Tracked, report: BlendReport, debug_rows: bool) -> dict
 
 
 def collect_result(collecting: Collecting) -> dict[str, Any]:
-    """The account of a request that collected a chunk; without `key`, it ended before its prompt did."""
+    """The account of a request that collected a chunk.
+
+    vLLM ends a request of one token before the workers have told where they keep its chunk: `on_disk` and `on_host`
+    are None then, as they are for one that ended before its prompt did. Ask for two tokens.
+    """
     result = collecting.result
-    account: dict[str, Any] = {"version": FORMAT_VERSION}
+    identity = collecting.identity
+    account: dict[str, Any] = {
+        "version": FORMAT_VERSION,
+        "key": identity.key,
+        "tokens": len(identity.token_ids),
+        "on_disk": None,
+        "on_host": None,
+        "reason": None,
+    }
     if result is not None:
         account.update(
-            key=result.key,
             on_disk=result.on_disk,
             on_host=result.on_host,
             reason=result.reason.value if result.reason is not None else None,
-            tokens=result.tokens,
             nbytes=result.nbytes,
         )
     return {PARAMS_KEY: account}

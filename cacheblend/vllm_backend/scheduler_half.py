@@ -93,7 +93,10 @@ class SchedulerHalf:
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """See vLLM's `get_num_new_matched_tokens`: rows that a blend will fill beyond those in the prefix cache."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.phase is Phase.PLAIN:
+        if tracked is None:
+            return 0, False
+        tracked.start = computed
+        if tracked.phase is Phase.PLAIN:
             return 0, False
         if tracked.phase is not Phase.ADMITTED:
             before = tracked.namespace
@@ -106,10 +109,8 @@ class SchedulerHalf:
         if tracked.waiting_for or self._another_blends(tracked):
             return None, False
         if tracked.end <= computed:
-            tracked.start = computed
             self._found_whole(tracked)
             return 0, False
-        tracked.start = computed
         return tracked.end - computed, True
 
     def after_allocation(self, request: Any, block_ids: Sequence[int], external: int) -> None:

@@ -55,7 +55,6 @@ class WorkerHalf:
         self._prefetcher = ThreadPrefetcher(self._store)
         self._events: SimpleQueue[StoreEvent] = SimpleQueue()
         self._store.subscribe(self._events.put)
-        self._caches: Mapping[str, torch.Tensor] = {}
         self._forward: LayersForward | None = None
         self._executor: BlendExecutor | None = None
         self._pages_of: dict[str, BlendOrder] = {}
@@ -64,8 +63,21 @@ class WorkerHalf:
         self._broken_blocks: set[int] = set()
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Take note of the pages; the model is looked for when it is first needed, and refused then if it must be."""
-        self._caches = dict(caches)
+        """Take the pages and the model over.
+
+        Raises:
+            BlendError: if the model is not found or its pages cannot be read.
+            UnsupportedModelError: if its layers are not all attention layers of one kind.
+        """
+        model = model_of(self._config)
+        with torch.inference_mode():
+            forward = LayersForward(self._config, self._kv_cache_config, caches, model, self._settings.attention)
+        rotary = RotaryTables(transformers_config(self._config), forward.device)
+        most_rows = self._config.scheduler_config.max_num_batched_tokens
+        rows_per_step = self._settings.max_rows_per_step or most_rows
+        self._forward = forward
+        self._executor = BlendExecutor(forward, rotary, self._store, self._ranks, most_rows, rows_per_step)
+        logger.info("cacheblend attends with kernel '%s'", forward.kernel)
 
     def start(self, orders: StepOrders) -> None:
         """Evict, load and blend what this step asks for."""
@@ -76,7 +88,7 @@ class WorkerHalf:
         self._prefetcher.start(orders.loads)
         for order in orders.blends:
             self._pages_of[order.request_id] = order
-            self._executor_().submit(order)
+            self._ready()[1].submit(order)
         if self._executor is not None and self._executor.busy:
             self._advance(self._executor)
         elif orders.idle and self._prefetcher.in_flight():
@@ -85,7 +97,13 @@ class WorkerHalf:
     def collect(self, orders: StepOrders) -> None:
         """Take chunks whose KV this step has written out of the pages and put them into the store."""
         for order in orders.collects:
-            self._report.collected[order.request_id] = [self._collect(order)]
+            try:
+                collected = self._collect(order)
+            except Exception:
+                # Whatever it was, no request may fail for a chunk that was not kept.
+                logger.exception("chunk %s could not be taken out of the pages", order.identity.key[:12])
+                collected = Collected(order.identity.key, False, False, None, len(order.identity.token_ids), 0)
+            self._report.collected[order.request_id] = [collected]
 
     def take_ended(self) -> set[str]:
         """Requests whose pages are no longer written to, for vLLM."""
@@ -118,7 +136,7 @@ class WorkerHalf:
         progress = executor.advance()
         for request_id, error in progress.failed.items():
             order = self._pages_of[request_id]
-            first = order.start // self._forward_().block_size
+            first = order.start // self._ready()[0].block_size
             self._broken_blocks.update(order.block_ids[first:])
             self._report.failed[request_id] = error
         self._report.done.update(progress.done)
@@ -132,7 +150,7 @@ class WorkerHalf:
             self._ended.add(request_id)
 
     def _collect(self, order: CollectOrder) -> Collected:
-        forward = self._forward_()
+        forward = self._ready()[0]
         identity = order.identity
         base, tokens = identity.base_position, len(identity.token_ids)
         pages = PromptPages.of((), order.block_ids, forward.block_size)
@@ -146,21 +164,7 @@ class WorkerHalf:
             return Collected(identity.key, False, False, None, tokens, chunk.nbytes)
         return Collected(identity.key, report.on_disk, report.on_host, report.reason, tokens, chunk.nbytes)
 
-    def _forward_(self) -> LayersForward:
-        if self._forward is None:
-            model = model_of(self._config)
-            with torch.inference_mode():
-                self._forward = LayersForward(
-                    self._config, self._kv_cache_config, self._caches, model, self._settings.attention
-                )
-            logger.info("cacheblend attends with kernel '%s'", self._forward.kernel)
-        return self._forward
-
-    def _executor_(self) -> BlendExecutor:
-        if self._executor is None:
-            forward = self._forward_()
-            most_rows = self._config.scheduler_config.max_num_batched_tokens
-            rows_per_step = self._settings.max_rows_per_step or most_rows
-            rotary = RotaryTables(transformers_config(self._config), forward.device)
-            self._executor = BlendExecutor(forward, rotary, self._store, self._ranks, most_rows, rows_per_step)
-        return self._executor
+    def _ready(self) -> tuple[LayersForward, BlendExecutor]:
+        assert self._forward is not None
+        assert self._executor is not None
+        return self._forward, self._executor

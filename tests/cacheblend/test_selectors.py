@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.errors import BlendError
-from cacheblend.selectors import SELECTOR_NAMES, Candidates, Evidence, make_selector
+from cacheblend.selectors import SELECTOR_NAMES, Candidates, Evidence, make_selector, selector_params
 from cacheblend.selectors.chunk_head import ChunkHeadSelector
 from cacheblend.selectors.composed import HeadsThenSelector
 from cacheblend.selectors.deviation import DeviationSelector
+from cacheblend.selectors.given import GivenRowsSelector
 from cacheblend.selectors.query import QuerySelector
 
 
@@ -257,3 +258,39 @@ def test_chunk_head_by_ratio_picks_heads_only_and_never_less_than_its_share(leng
         assert inside == list(range(len(inside)))
         assert ratio * length - 1e-5 <= len(inside) <= ratio * length + 1
         start += length
+
+
+@pytest.mark.parametrize(
+    "selector",
+    [
+        *(make_selector(name) for name in SELECTOR_NAMES),
+        make_selector("chunk_head", 0.3),
+        make_selector("chunk_head", None, 5),
+        make_selector("query", 0.4),
+        make_selector("deviation", 0.2, None, (1, 3)),
+        make_selector("chunk_head+query", 0.4, 7),
+        make_selector("chunk_head+deviation", 0.4, 7, (2,)),
+    ],
+    ids=lambda selector: selector.spec,
+)
+def test_a_selector_comes_back_from_its_parameters_as_it_was(selector):
+    assert make_selector(**selector_params(selector)) == selector
+
+
+def test_given_rows_travel_as_rows():
+    assert selector_params(GivenRowsSelector.everywhere((3, 9))) == {"rows": (3, 9)}
+
+
+@pytest.mark.parametrize(
+    "selector",
+    [
+        DeviationSelector(0.2, (1, 2), widen=3.0),
+        ChunkHeadSelector(tokens=5, ratio=0.2),
+        HeadsThenSelector(ChunkHeadSelector(ratio=0.1), QuerySelector(0.2)),
+        GivenRowsSelector(((0, (1, 2)), (1, (1,)))),
+    ],
+    ids=lambda selector: selector.spec,
+)
+def test_a_selector_that_cannot_travel_is_refused_and_not_sent_as_another_one(selector):
+    with pytest.raises(BlendError, match="cannot travel"):
+        selector_params(selector)
