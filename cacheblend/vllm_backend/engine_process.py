@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 from vllm import SamplingParams

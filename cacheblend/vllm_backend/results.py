@@ -15,7 +15,7 @@ def plan_result(tracked: Tracked, report: BlendReport, debug_rows: bool) -> dict
     Args:
         tracked: the request at its end.
         report: what its prefill did.
-        debug_rows: whether to name the recomputed positions.
+        debug_rows: whether to name the reused spans and the recomputed positions.
     """
     account: dict[str, Any] = {
         "version": FORMAT_VERSION,
@@ -31,6 +31,8 @@ def plan_result(tracked: Tracked, report: BlendReport, debug_rows: bool) -> dict
         "fallback_reasons": list(report.fallback_reasons),
     }
     if debug_rows:
+        reused = tracked.plan.reused if tracked.plan is not None and report.mode == "blend" else ()
+        account["reused_spans"] = [[span.start, span.end] for span in reused]
         account["layer_rows"] = [[layer, list(rows)] for layer, rows in tracked.layer_rows or ()]
     return {PARAMS_KEY: account}
 

@@ -295,6 +295,7 @@ class SchedulerHalf:
         tracked.phase = Phase.BLENDED
         tracked.report, tracked.layer_rows = report, done.layer_rows
         self._stop_leading(tracked)
+        tracked.plan = plan.with_fresh(done.unavailable)
         for key in done.unavailable:
             self._scheduler.on_unavailable(key)
             self._directory.lose(key)

@@ -10,6 +10,7 @@ from typing import Any
 from cacheblend.plan import BlendPlan, Policy
 from cacheblend.protocols import BlendReport
 from cacheblend.reports import bytes_by_first_tier
+from cacheblend.selectors.base import Evidence
 from cacheblend.selectors.given import LayerRows
 from cacheblend.vllm_backend.messages import Collected
 from cacheblend.vllm_backend.namespaces import Namespace
@@ -72,9 +73,15 @@ class Tracked:
 
     @property
     def end(self) -> int:
-        """Rows before it are filled by the blend; the last one of the prompt never is."""
+        """Rows before it are filled by the blend; the last one of the prompt never is.
+
+        A selector that asks the question needs the pages of everything before it; others end with the last chunk.
+        """
         assert self.plan is not None
-        return min(self.plan.reused[-1].end, self.request.num_tokens - 1)
+        selector = self.plan.selector
+        asks = selector is not None and selector.evidence is Evidence.ATTENTION
+        end = self.plan.question.start if asks else self.plan.reused[-1].end
+        return min(end, self.request.num_tokens - 1)
 
     def account(self) -> BlendReport:
         """What became of the prompt, so far as it is known."""

@@ -24,10 +24,13 @@ def _engines():
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests that take `engine` run on every engine; those beyond CI's only in the matrix."""
+    """Tests that take `engine` run on all, or on those that `engines` names; some only in the matrix."""
     if "engine" not in metafunc.fixturenames:
         return
     configs = _engines()
+    marker = metafunc.definition.get_closest_marker("engines")
+    if marker is not None:
+        configs = {name: configs[name] for name in marker.args}
     names = [
         pytest.param(name, marks=[pytest.mark.matrix] if config.in_matrix_only else [], id=name)
         for name, config in configs.items()

@@ -123,6 +123,7 @@ class EngineBench:
         self.dtype = options["dtype"]
         self._ids = 0
         self._reference: ReferenceRunner | None = None
+        self._oracle: ReferenceRunner | None = None
 
     @property
     def reference(self) -> ReferenceRunner:
@@ -131,6 +132,13 @@ class EngineBench:
             store = ChunkStore(self.store_folder, 2 * GIB)
             self._reference = ReferenceRunner.from_folder(self.folder, store, self.dtype)
         return self._reference
+
+    @property
+    def oracle(self) -> ReferenceRunner:
+        """A reference runner with a store of its own, in memory."""
+        if self._oracle is None:
+            self._oracle = ReferenceRunner.from_folder(self.folder, ChunkStore(None, GIB), self.dtype)
+        return self._oracle
 
     @property
     def reference_store(self) -> ChunkStore:
@@ -183,6 +191,14 @@ class EngineBench:
         self.engine.add_request(request_id, {"prompt_token_ids": ask.token_ids}, params)
         return request_id
 
+    def add_collect(self, chunk: Sequence[int], prefix: Sequence[int]) -> str:
+        """Queue the collecting of a chunk; the caller steps the engine."""
+        self._ids += 1
+        request_id = f"c{self._ids}"
+        params = self._sampling({"cacheblend": {"version": 1, "collect": len(prefix)}}, {"max_tokens": 2})
+        self.engine.add_request(request_id, {"prompt_token_ids": [*prefix, *chunk]}, params)
+        return request_id
+
     def answer(self, output: Any) -> Answer:
         """An output of vLLM's as ours."""
         meta = dict((output.kv_transfer_params or {}).get("cacheblend", {}))
@@ -199,13 +215,19 @@ class EngineBench:
 
     def full(self, ask: Ask) -> torch.Tensor:
         """[vocabulary] log-probabilities after the prompt, all of it prefilled by the reference runner."""
+        return self.full_forced(ask)[-1]
+
+    def full_forced(self, ask: Ask, forced: Sequence[int] = ()) -> torch.Tensor:
+        """[1 + forced, vocabulary]: the same along ids that follow."""
         plan = BlendPlan((Segment(SegmentRole.QUESTION, tuple(ask.token_ids)),))
-        return self.reference.score(plan)[0][-1]
+        return self.oracle.score(plan, forced)[0]
 
     def replayed(
         self, ask: Ask, answer: Answer, prefix: Sequence[int] = (), forced: Sequence[int] = ()
     ) -> torch.Tensor:
-        """[1 + forced, vocabulary]: the reference runner recomputing the very rows the engine did.
+        """[1 + forced, vocabulary]: the reference runner reusing the very chunks and recomputing the very rows.
+
+        Its chunks are of its own making, so that a fault in what the engine stored shows as well.
 
         Args:
             ask: the prompt.
@@ -213,21 +235,21 @@ class EngineBench:
             prefix: what its chunks were encoded behind.
             forced: ids that follow.
         """
-        if answer.meta["mode"] == "full":
-            plan = BlendPlan((Segment(SegmentRole.QUESTION, tuple(ask.token_ids)),))
-            return self.reference.score(plan, forced)[0]
-        self.reference_store.refresh()
+        if ask.plain or answer.meta["mode"] == "full":
+            return self.full_forced(ask, forced)
         question = ask.options.get("question", len(ask.parts) - 1)
-        segments = []
-        for ids, reuse in ask.parts[:question]:
-            identity = self.identity(ids, prefix) if reuse else None
-            if identity is not None and self.reference_store.lookup(identity) is None:
-                identity = None
+        reused = {start for start, _ in answer.meta["reused_spans"]}
+        segments, start = [], 0
+        for ids, _ in ask.parts[:question]:
+            identity = self.identity(ids, prefix) if start in reused else None
+            if identity is not None:
+                self.oracle.collect([ids], prefix)
             segments.append(Segment(SegmentRole.CHUNK, ids, identity))
+            start += len(ids)
         tail = tuple(token for ids, _ in ask.parts[question:] for token in ids)
         segments.append(Segment(SegmentRole.QUESTION, tail))
         plan = BlendPlan(tuple(segments), GivenRowsSelector(answer.layer_rows))
-        return self.reference.score(plan, forced)[0]
+        return self.oracle.score(plan, forced)[0]
 
     def close(self) -> None:
         """Shut the engine down, so that another one can be started in this process."""

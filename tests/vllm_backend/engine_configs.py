@@ -32,12 +32,14 @@ class EngineConfig:
 
 SMALL_BUDGET = {"max_num_batched_tokens": 96, "enable_chunked_prefill": True}
 SMALL_STEPS = {"max_rows_per_step": 70}
+SMALL_STORE = {"host_budget_bytes": 200_000}
+"""Less than most chunks of the tests need, let alone a request: their KV is read from disk when it is used."""
 TINY_POOL = {"num_gpu_blocks_override": 40 if not ON_GPU else 80, "max_model_len": 1184}
 EVERYTHING = {"settings": SMALL_STEPS, "engine": SMALL_BUDGET}
 
 CONFIGS = {
     "llama": EngineConfig("llama-default"),
-    "llama-tiny-pool": EngineConfig("llama-default", SMALL_STEPS, {**SMALL_BUDGET, **TINY_POOL}),
+    "llama-tiny-pool": EngineConfig("llama-default", {**SMALL_STEPS, **SMALL_STORE}, {**SMALL_BUDGET, **TINY_POOL}),
     "llama-llama3": EngineConfig("llama-llama3", **EVERYTHING),
     "qwen2-yarn": EngineConfig("qwen2-yarn", **EVERYTHING),
     "qwen3-linear": EngineConfig("qwen3-linear", **EVERYTHING),

@@ -105,6 +105,7 @@ def test_g5_a_batch_gives_what_each_gives_alone_and_so_does_asking_again(engine,
         for answer in (batched, repeated, single):
             assert error(answer.first, want) <= TOLERANCE
             assert answer.tokens == batched.tokens
+            assert ask.plain or answer.meta["mode"] == "blend"
             assert ask.plain or answer.meta["recomputed_tokens"] == batched.meta["recomputed_tokens"]
 
 
@@ -125,6 +126,7 @@ def test_g6_two_questions_over_the_same_chunks_each_equal_their_own_replay(engin
         for seed in (600, 601):
             ask = corpus.ask(1, 2, 0, question=engine.ids(15, seed), selector=name)
             answer = engine.one(ask)
+            assert answer.meta["mode"] == "blend"
             assert error(answer.first, engine.replayed(ask, answer, corpus.head)[0]) <= TOLERANCE
 
 
@@ -196,6 +198,7 @@ def test_plain_requests_carry_no_account_and_asked_ones_always_do(engine, corpus
 def test_tokens_decoded_after_a_blend_follow_the_blended_kv(engine, corpus):
     ask = corpus.ask(0, 2, 1, selector="chunk_head")
     answer = engine.one(ask, tokens=24)
+    assert answer.meta["mode"] == "blend"
     want = engine.replayed(ask, answer, corpus.head, forced=answer.tokens[:-1])
     assert error(answer.logprobs, want) <= TOLERANCE
 
@@ -205,5 +208,6 @@ def test_segments_after_the_question_are_fresh_rows_that_do_not_choose(engine, c
     tail = engine.ids(12, 900)
     longer = Ask((*ask.parts, (tail, False)), {**ask.options, "question": len(ask.parts) - 1})
     short, long = engine.one(ask), engine.one(longer)
+    assert long.meta["mode"] == "blend"
     assert long.meta["layer_rows"] == short.meta["layer_rows"]
     assert error(long.first, engine.replayed(longer, long, corpus.head)[0]) <= TOLERANCE
