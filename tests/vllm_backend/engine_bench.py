@@ -274,11 +274,11 @@ class EngineBench:
     @staticmethod
     def _sampling(transfer: dict[str, Any] | None, given: dict[str, Any]) -> Any:
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
+        fixed = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
         extra = {"kv_transfer_params": transfer} if transfer else None
-        return SamplingParams(
-            **{"temperature": 0.0, "ignore_eos": True, "detokenize": False, **given}, extra_args=extra
-        )
+        return SamplingParams(**{**fixed, **given}, extra_args=extra, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
