@@ -29,13 +29,17 @@ class Availability:
         events: where changes are told.
         shard: the part of every chunk that this process serves.
         has_disk: whether there is a disk tier.
+        vouches_alone: a chunk exists once this rank's shard does; whoever asks joins the ranks.
     """
 
-    def __init__(self, host: HostTier, events: EventQueue, shard: ShardLayout, has_disk: bool):
+    def __init__(
+        self, host: HostTier, events: EventQueue, shard: ShardLayout, has_disk: bool, vouches_alone: bool = False
+    ):
         self._host = host
         self._events = events
         self._shard = shard
         self._has_disk = has_disk
+        self._vouches_alone = vouches_alone
         self._index = ChunkIndex()
         self._reasons_gone: OrderedDict[ChunkKey, UnavailableReason] = OrderedDict()
         # Never held while tensors are read or written, nor while listeners run.
@@ -49,9 +53,11 @@ class Availability:
             if entry is None:
                 return {}
             tiers: dict[Tier, int] = {}
-            complete_on_disk = entry.complete_on_disk(shard.size)
+            complete_on_disk = shard in entry.on_disk if self._vouches_alone else entry.complete_on_disk(shard.size)
             on_host = self._host.nbytes_of(key) if shard == self._shard else None
-            if on_host is not None and (complete_on_disk or shard.size == 1 or not self._has_disk):
+            if on_host is not None and (
+                complete_on_disk or self._vouches_alone or shard.size == 1 or not self._has_disk
+            ):
                 tiers[Tier.HOST] = on_host
             if complete_on_disk:
                 tiers[Tier.DISK] = entry.on_disk[shard]

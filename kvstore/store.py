@@ -37,6 +37,7 @@ class ChunkStore:
         shard: the part of every chunk that this process serves.
         require_writable: refuse a root that cannot be written, instead of serving on without it.
         pinned: keep the host's chunks in page-locked memory, for copies to a GPU.
+        vouches_alone: say of this rank's shards alone what is here; whoever asks joins the ranks.
 
     Attributes:
         shard: as given.
@@ -54,12 +55,13 @@ class ChunkStore:
         shard: ShardLayout = _ONE_RANK,
         require_writable: bool = False,
         pinned: bool = False,
+        vouches_alone: bool = False,
     ):
         self.shard = shard
         self.disk = None if root is None else DiskTier(root, require_writable)
         self._host = HostTier(host_budget_bytes, pinned)
         self._events = EventQueue()
-        self._availability = Availability(self._host, self._events, shard, has_disk=root is not None)
+        self._availability = Availability(self._host, self._events, shard, root is not None, vouches_alone)
         self._deferred_on_disk: set[ChunkKey] = set()
         # Their locks may be taken before that of the availability, never after.
         self._computations = SingleFlight(lambda key: bool(self._availability.tiers(key)))

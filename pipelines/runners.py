@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 REFERENCE = "reference"
 VLLM = "vllm"
 
+_SETTINGS_OF_THEIR_OWN = frozenset({"folder", "model", "store_root", "host_budget_bytes", "dtype"})
 _INSTEAD = "use the engine `reference` or `auto`."
 
 
@@ -113,6 +114,8 @@ def _load_vllm(config: PipelineConfig, folder: Path) -> LoadedEngine:
     # Imported here because it imports vLLM, which takes seconds and need not be installed.
     from cacheblend.vllm_backend.runner import VllmRunner
 
+    if taken := _SETTINGS_OF_THEIR_OWN.intersection(config.engine_options):
+        raise PipelineError(f"engine_options name '{min(taken)}', which is a setting of its own; give it there.")
     runner = VllmRunner.from_folder(
         folder, config.cache_dir, config.host_budget_bytes, config.dtype, **config.engine_options
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 
+from vllm.config import VllmConfig
 from vllm.outputs import RequestOutput
 
 from cacheblend.errors import BlendError
@@ -15,10 +16,14 @@ from cacheblend.vllm_backend.request_format import PARAMS_KEY, CollectParams, as
 from cacheblend.vllm_backend.sampling import vllm_sampling
 from kvstore.key import ChunkIdentity
 
-COLLECT_TOKENS = 2
-"""New tokens of a request that collects: what became of its chunk is told one step after its prompt's."""
 
-_SAMPLING = SamplingParams(max_tokens=COLLECT_TOKENS, ignore_eos=True)
+def collect_tokens(config: VllmConfig) -> int:
+    """New tokens of a request that collects: what became of its chunk is told one step after its prompt's.
+
+    Under speculation it is told two steps after, and a step may bring several tokens.
+    """
+    speculation = config.speculative_config
+    return 2 if speculation is None else 3 + int(speculation.num_speculative_tokens)
 
 
 class Collection:
@@ -26,14 +31,20 @@ class Collection:
 
     Args:
         process: the engine.
+        new_tokens: of each request, from `collect_tokens`.
         chunks: what is known of its chunks; told what becomes of new ones.
         pass_on: takes each step's outputs, those of other requests among them.
     """
 
     def __init__(
-        self, process: EngineProcess, chunks: EngineChunks, pass_on: Callable[[list[RequestOutput]], None]
+        self,
+        process: EngineProcess,
+        new_tokens: int,
+        chunks: EngineChunks,
+        pass_on: Callable[[list[RequestOutput]], None],
     ) -> None:
         self._process = process
+        self._sampling = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
         self._chunks = chunks
         self._pass_on = pass_on
 
@@ -48,7 +59,7 @@ class Collection:
             for request_id, identity in pending.items():
                 transfer = as_transfer_params(CollectParams(collect=identity.base_position))
                 token_ids = (*identity.prefix_ids, *identity.token_ids)
-                self._process.add(request_id, token_ids, vllm_sampling(_SAMPLING, (), transfer))
+                self._process.add(request_id, token_ids, vllm_sampling(self._sampling, (), transfer))
             while pending:
                 outputs = self._process.step()
                 self._pass_on([output for output in outputs if output.request_id not in pending])

@@ -54,7 +54,7 @@ class EngineChunks:
         """
         if account.get("on_disk") or account.get("on_host"):
             self._told.add(identity.key)
-        if self._folder.disk is not None and not account.get("on_disk"):
+        if self._folder.disk is not None and account.get("on_disk") is False:
             reason = UnavailableReason(account.get("reason") or UnavailableReason.UNWRITABLE)
             for listener in list(self._listeners):
                 listener(NotStored(identity.key, reason))

@@ -27,6 +27,7 @@ SHUTDOWN_S = 15.0
 """How long the engine's processes may take to end by themselves; a worker on a CPU takes some seconds."""
 
 KILLED_S = 5.0
+WATCH_S = 1.0
 
 
 @contextmanager
@@ -73,6 +74,9 @@ class EngineProcess:
             self._processes = _children() - before
             if self._engine is None:
                 _end(self._processes)
+        self._closing = threading.Event()
+        if not in_process:
+            threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
 
     @property
     def engine(self) -> LLMEngine:
@@ -120,6 +124,7 @@ class EngineProcess:
         engine, self._engine = self._engine, None
         if engine is None:
             return
+        self._closing.set()
         # Workers are the core's children, not ours, and some start late.
         processes = self._processes | {d for p in self._processes for d in _descendants(p)}
         engine.engine_core.shutdown(timeout=SHUTDOWN_S)
@@ -128,6 +133,14 @@ class EngineProcess:
         del engine
         gc.collect()
         _end(processes)
+
+    def _watch(self) -> None:
+        """Wake whoever waits for outputs of a process that was killed: vLLM only tells of ends that it lives to see."""
+        outputs = self.engine.engine_core.outputs_queue
+        while not self._closing.wait(WATCH_S):
+            if any(not process.is_running() or process.status() == psutil.STATUS_ZOMBIE for process in self._processes):
+                outputs.put_nowait(EngineDeadError())
+                return
 
 
 class _Interrupted(BaseException):

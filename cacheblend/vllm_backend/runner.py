@@ -20,7 +20,7 @@ from cacheblend.plan import BlendPlan, Policy, require_fits, require_known
 from cacheblend.protocols import BlendReport, FinishReason, StepOutput
 from cacheblend.recipes import LayerKV
 from cacheblend.sampling_params import SamplingParams
-from cacheblend.vllm_backend.collection import COLLECT_TOKENS, Collection
+from cacheblend.vllm_backend.collection import Collection, collect_tokens
 from cacheblend.vllm_backend.engine_arguments import kv_bytes_per_token, make_vllm_config
 from cacheblend.vllm_backend.engine_chunks import EngineChunks
 from cacheblend.vllm_backend.engine_process import EngineProcess, multiprocessing_is
@@ -72,7 +72,7 @@ class VllmRunner:
         self._held: deque[list[RequestOutput]] = deque()
         self._steps = 0
         self._process = EngineProcess(config, in_process, log_stats)
-        self._collection = Collection(self._process, self.chunks, self._hold)
+        self._collection = Collection(self._process, collect_tokens(config), self.chunks, self._hold)
 
     @classmethod
     def from_folder(
@@ -294,7 +294,7 @@ class VllmRunner:
         if not chunk:
             raise BlendError("A chunk has no tokens; leave it out.")
         require_known((*prefix, *chunk), int(self._model.vocab_size))
-        longest = self.max_model_len - COLLECT_TOKENS
+        longest = self.max_model_len - collect_tokens(self._config)
         if len(prefix) + len(chunk) > longest:
             raise BlendError(
                 f"A chunk of {len(chunk)} tokens behind a prefix of {len(prefix)} does not fit the {longest} that vLLM "

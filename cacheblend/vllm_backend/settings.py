@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cacheblend.errors import BlendError
 from cacheblend.plan import Policy
@@ -39,6 +39,12 @@ class ConnectorSettings(BaseModel):
     max_rows_per_step: int | None = Field(default=None, ge=1)
     attention: Literal["auto", "runs", "rows"] = "auto"
     debug_rows: bool = False
+
+    @field_validator("store")
+    @classmethod
+    def _at_home(cls, store: Path | None) -> Path | None:
+        """`~` is the user's home: the setting comes from JSON, which no shell expands."""
+        return None if store is None else store.expanduser()
 
 
 def make_settings(extra_config: Mapping[str, Any]) -> ConnectorSettings:

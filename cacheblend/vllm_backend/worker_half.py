@@ -51,7 +51,9 @@ class WorkerHalf:
         self._kv_cache_config = kv_cache_config
         self._ranks = Ranks()
         on_gpu = vllm_config.device_config.device_type == "cuda"
-        self._store = ChunkStore(root, settings.host_budget_bytes, shard=self._ranks.shard, pinned=on_gpu)
+        self._store = ChunkStore(
+            root, settings.host_budget_bytes, shard=self._ranks.shard, pinned=on_gpu, vouches_alone=True
+        )
         self._prefetcher = ThreadPrefetcher(self._store)
         self._events: SimpleQueue[StoreEvent] = SimpleQueue()
         self._store.subscribe(self._events.put)

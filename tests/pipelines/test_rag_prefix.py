@@ -21,7 +21,7 @@ def ask(pipeline, **options):
 @pytest.mark.parametrize("mode", list(PrefixMode))
 def test_chunks_are_encoded_behind_what_the_mode_names_and_reused(make_rag, mode):
     pipeline = make_rag(DOCUMENTS, prefix=mode)
-    head = pipeline._template.head_ids
+    head = pipeline._planner.template.head_ids
     expected = {"system": head, "bos": (pipeline._tokenizer.bos_token_id,), "none": ()}[mode.value]
     pipeline.precompute()
     assert {identity.prefix_ids for identity in identities(pipeline)} == {expected}
@@ -66,7 +66,7 @@ def test_the_own_prefix_is_preferred_to_the_beginning_token(make_rag, tmp_path):
     pipeline = make_rag(DOCUMENTS, cache_dir=tmp_path, prefix="system")
     assert pipeline.precompute().computed == 2
     plan = pipeline.prepare(QUESTION, documents=DOCUMENTS).request.plan
-    assert {span.segment.identity.prefix_ids for span in plan.reused} == {pipeline._template.head_ids}
+    assert {span.segment.identity.prefix_ids for span in plan.reused} == {pipeline._planner.template.head_ids}
 
 
 def test_an_entry_without_prefix_does_not_serve_another_prefix(make_rag, tmp_path):

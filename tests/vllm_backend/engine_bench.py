@@ -15,11 +15,12 @@ import torch
 from cacheblend.plan import BlendPlan, Segment, SegmentRole
 from cacheblend.reference.runner import ReferenceRunner
 from cacheblend.selectors.given import GivenRowsSelector
-from kvstore.key import ChunkIdentity
+from kvstore.key import ChunkIdentity, ShardLayout
 from kvstore.store import ChunkStore
 
 GIB = 1 << 30
 ALL_LOGPROBS = -1
+VOCABULARY = 256
 
 
 @dataclass(frozen=True)
@@ -155,10 +156,20 @@ class EngineBench:
     def scheduler(self) -> Any:
         return self.engine.engine_core.engine_core.scheduler
 
+    def stored_layer(
+        self, chunk: Sequence[int], prefix: Sequence[int], layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a chunk as the engine stored them, all ranks' heads together."""
+        identity = self.identity(chunk, prefix)
+        self.reference_store.refresh()
+        ranks = ShardLayout(0, self.engine.vllm_config.parallel_config.tensor_parallel_size).all_ranks()
+        parts = [self.reference_store.get(identity, rank) for rank in ranks]
+        return torch.cat([p.k(layer) for p in parts], dim=1), torch.cat([p.v(layer) for p in parts], dim=1)
+
     def ids(self, count: int, seed: int) -> tuple[int, ...]:
         """Random token ids above the special ones."""
         generator = torch.Generator().manual_seed(seed)
-        return tuple(torch.randint(3, 256, (count,), generator=generator).tolist())
+        return tuple(torch.randint(3, VOCABULARY, (count,), generator=generator).tolist())
 
     def collect(self, chunks: Sequence[Sequence[int]], prefix: Sequence[int] = ()) -> list[dict[str, Any]]:
         """Have the engine collect chunks behind a prefix, all at once."""
@@ -205,11 +216,11 @@ class EngineBench:
         first = output.outputs[0]
         rows = []
         for step in first.logprobs or ():
-            row = torch.full((256,), -torch.inf)
+            row = torch.full((VOCABULARY,), -torch.inf)
             for token, logprob in step.items():
                 row[token] = logprob.logprob
             rows.append(row)
-        logprobs = torch.stack(rows) if rows else torch.empty(0, 256)
+        logprobs = torch.stack(rows) if rows else torch.empty(0, VOCABULARY)
         completions = tuple(tuple(c.token_ids) for c in output.outputs)
         return Answer(completions, logprobs, meta, output.num_cached_tokens or 0, first.finish_reason)
 

@@ -28,6 +28,7 @@ class EngineConfig:
     in_process: bool = True
     in_matrix_only: bool = False
     connector: bool = True
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 SMALL_BUDGET = {"max_num_batched_tokens": 96, "enable_chunked_prefill": True}
@@ -50,7 +51,12 @@ CONFIGS = {
     "llama-compiled": EngineConfig("llama-default", engine={"enforce_eager": False}, in_matrix_only=True),
     "llama-process": EngineConfig("llama-default", in_process=False, in_matrix_only=True),
     "llama-tp2": EngineConfig(
-        "llama-default", engine={"tensor_parallel_size": 2}, in_process=False, in_matrix_only=True
+        "llama-default",
+        engine={"tensor_parallel_size": 2},
+        in_process=False,
+        in_matrix_only=True,
+        # On a CPU, one core for each rank: vLLM itself would want a NUMA node each.
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     ),
     "llama-ngram": EngineConfig(
         "llama-default",
@@ -62,8 +68,10 @@ CONFIGS = {
                 "prompt_lookup_min": 1,
             }
         },
+        in_process=False,
         in_matrix_only=True,
     ),
+    "llama-runs": EngineConfig("llama-default", {"attention": "runs"}, in_matrix_only=True),
     "qwen3-yarn": EngineConfig("qwen3-yarn", **EVERYTHING, in_matrix_only=True),
     "qwen3-llama3": EngineConfig("qwen3-llama3", **EVERYTHING, in_matrix_only=True),
     "llama-yarn": EngineConfig("llama-yarn", **EVERYTHING, in_matrix_only=True),
@@ -80,13 +88,23 @@ def start(name: str, folder: Path, store: Path, **more: Any) -> Iterator[EngineB
     engine = {**config.engine, **more}
     if ON_GPU:
         engine = {"gpu_memory_utilization": 0.3, "attention_backend": "TRITON_ATTN", **engine}
-    before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if config.in_process else "1"
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if config.in_process else "1", **config.environment}
+    with (
+        _set(environment),
+        running(folder, store, connector=config.connector, settings=config.settings, **engine) as bench,
+    ):
+        yield bench
+
+
+@contextmanager
+def _set(environment: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
     try:
-        with running(folder, store, connector=config.connector, settings=config.settings, **engine) as bench:
-            yield bench
+        yield
     finally:
-        if before is None:
-            del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
-        else:
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

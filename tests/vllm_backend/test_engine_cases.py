@@ -131,6 +131,7 @@ def test_greedy_tokens_follow_the_blend_also_under_ngram_speculation(engine, cor
 def test_a_store_written_under_one_rank_is_a_miss_under_two(engine, corpus):
     chunk = engine.ids(66, 99)
     engine.reference.collect([chunk], corpus.head)
+    time.sleep(REFRESH_INTERVAL_S + 0.1)
     ask = prompt(corpus.head, [chunk], corpus.question, selector="none")
     answer = engine.one(ask)
     assert (answer.meta["mode"], answer.meta["fallback_reasons"]) == ("full", ["tp_layout"])

@@ -28,14 +28,13 @@ def test_g1_moved_keys_equal_keys_encoded_at_the_place(engine):
     chunk, far = engine.ids(40, 100), engine.ids(700, 101)
     engine.collect([chunk])
     engine.collect([chunk], far)
-    store = engine.reference_store
-    store.refresh()
-    near_kv, far_kv = (store.get(engine.identity(chunk, prefix)) for prefix in ((), far))
+    near_keys, near_values = engine.stored_layer(chunk, (), 0)
+    far_keys, far_values = engine.stored_layer(chunk, far, 0)
     place = torch.arange(len(chunk))
     turn = RotaryTables(AutoConfig.from_pretrained(engine.folder), torch.device("cpu")).between(place, place + len(far))
     # Only layer 0 does not depend on what came before.
-    assert (rotate_keys(near_kv.k(0), *turn) - far_kv.k(0)).abs().max() <= 1e-4
-    assert (near_kv.v(0) - far_kv.v(0)).abs().max() <= 1e-4
+    assert (rotate_keys(near_keys, *turn) - far_keys).abs().max() <= 1e-4
+    assert (near_values - far_values).abs().max() <= 1e-4
 
 
 def test_g2_one_chunk_where_it_was_encoded_gives_full_prefill(engine, corpus):
@@ -171,7 +170,7 @@ def test_the_engine_chooses_the_rows_that_the_reference_chooses(engine, corpus):
         named = {"selector": options["name"], **({"ratio": options["ratio"]} if "ratio" in options else {})}
         ask = corpus.ask(3, 2, 1, 0, question=engine.ids(31, 800), **named)
         answer = engine.one(ask)
-        engine.reference_store.refresh()
+        engine.oracle.collect(corpus.chunks, corpus.head)
         chunks = [
             Segment(SegmentRole.CHUNK, ids, engine.identity(ids, corpus.head)) for ids, reuse in ask.parts if reuse
         ]
@@ -180,7 +179,7 @@ def test_the_engine_chooses_the_rows_that_the_reference_chooses(engine, corpus):
             *chunks,
             Segment(SegmentRole.QUESTION, ask.parts[-1][0]),
         )
-        own = set(engine.reference.score(BlendPlan(segments, make_selector(**options)))[1].rows)
+        own = set(engine.oracle.score(BlendPlan(segments, make_selector(**options)))[1].rows)
         engines = set(answer.layer_rows[-1][1])
         # Rows of nearly equal scores may change places.
         assert len(own ^ engines) <= 4
