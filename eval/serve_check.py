@@ -186,7 +186,7 @@ def _account(answer: Any) -> dict[str, Any]:
 
 
 def _is_ours(line: str) -> bool:
-    return line.startswith("cacheblend:") and "_created{" not in line
+    return line.startswith("vllm:cacheblend_") and "_created{" not in line
 
 
 def _short(name: str) -> str:
@@ -205,7 +205,7 @@ def _run(model: Path, port: int, folder: Path) -> tuple[list[Check], dict[str, f
         answer, check = client.ask_plainly()
         checks += [check, client.ask_with_wrong_counts(), client.chat()]
         counters = client.counters()
-    hits = counters.get("cacheblend:hits_total", 0.0)
+    hits = counters.get("vllm:cacheblend_hits_total", 0.0)
     checks.append(Check("read /metrics", f"{hits:.0f} hits", hits == len(prompt.chunks)))
     with serving(serve_command(model, *FLAGS), port, folder / "plain-log") as address:
         client = Client(address, prompt)

@@ -64,11 +64,15 @@ class ChunkDirectory:
             return None, UnavailableReason.MISSING
         return self._in_folder.find(fingerprint, token_ids, prefixes)
 
+    def look_again(self) -> None:
+        """See what other processes have put into the folder by now."""
+        if self._folder is not None:
+            self._folder.refresh()
+
     def lose(self, key: ChunkKey) -> None:
         """A worker could not have the chunk: look at the folder again, and believe nothing told before."""
         self._told.pop(key, None)
-        if self._folder is not None:
-            self._folder.refresh()
+        self.look_again()
 
     def close(self) -> None:
         """Let the folder go."""

@@ -94,7 +94,7 @@ class BlendStats(KVConnectorStats):
 
 
 class BlendPromMetrics(KVConnectorPromMetrics):
-    """`cacheblend:*` counters beside vLLM's own.
+    """`vllm:cacheblend_*` counters beside vLLM's own.
 
     Args:
         vllm_config: the engine's.
@@ -114,7 +114,7 @@ class BlendPromMetrics(KVConnectorPromMetrics):
         make: Any = metric_types[Counter]
         self._counters = {
             name: make(
-                name=f"cacheblend:{name}",
+                name=f"vllm:cacheblend_{name}",
                 documentation=text,
                 labelnames=[*labelnames, *([label] if label else [])],
             )

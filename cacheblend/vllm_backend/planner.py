@@ -59,7 +59,7 @@ class Planner:
         selector = self._selector(params)
         question = params.question_index
         first_reused = next((i for i, segment in enumerate(params.segments) if segment.reuse), question)
-        head = tuple(token_ids[: bounds[first_reused][0]])
+        head = tuple(token_ids[: bounds[first_reused][0] if params.prefix is None else params.prefix])
         fingerprint = fingerprint_in(self.fingerprint, params.namespace)
         segments = []
         for index, (segment, (start, end)) in enumerate(zip(params.segments[:question], bounds, strict=False)):
@@ -75,6 +75,9 @@ class Planner:
 
     def _chunk(self, fingerprint: str, ids: tuple[int, ...], head: tuple[int, ...]) -> Segment:
         prefixes = dict.fromkeys([head, *([(self._bos,)] if self._bos is not None else []), ()])
+        if fingerprint != self.fingerprint:
+            # A namespace is filled for the prompt that follows, which must not wait for the next look at the folder.
+            self._directory.look_again()
         identity, reason = self._directory.find(fingerprint, ids, list(prefixes))
         if reason is UnavailableReason.OTHER_MODEL and fingerprint != self.fingerprint:
             # A namespace is part of the fingerprint: the model is the same, the chunk is not in it.

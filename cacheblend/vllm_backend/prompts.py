@@ -60,12 +60,19 @@ def outgoing(plan: BlendPlan, policy: Policy, fingerprint: str, namespace: str |
     chosen = selector_params(plan.selector)
     params = BlendParams(
         segments=segments_of([(len(segment.token_ids), segment.reused) for segment in plan.segments]),
+        prefix=_common_prefix(plan),
         policy=policy,
         selector=chosen.pop("name", None),
         namespace=namespace,
         **chosen,
     )
     return OutgoingPrompt(plan.token_ids, as_transfer_params(params), plan.fallback_reasons)
+
+
+def _common_prefix(plan: BlendPlan) -> int | None:
+    """Tokens that the plan's chunks were encoded behind, if the prompt starts with them."""
+    prefix = plan.chunks[0].prefix_ids
+    return len(prefix) if plan.token_ids[: len(prefix)] == prefix else None
 
 
 def report_of(prompt: OutgoingPrompt, result: dict[str, Any] | None) -> BlendReport:

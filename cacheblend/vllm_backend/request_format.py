@@ -47,6 +47,8 @@ class BlendParams(BaseModel):
         version: of this format.
         segments: the prompt's parts in order; empty where the client sends text and cannot count.
         question: index of the segment that asks; the last by default. Nothing after it may be reused.
+        prefix: tokens at the prompt's start that its chunks were encoded behind; by default all that come before the
+            first reusable segment.
         policy: full, blend or auto; the server's default if None.
         selector: by name; the server's default if None.
         ratio: share of reusable rows to recompute; the selector's default if None.
@@ -61,6 +63,7 @@ class BlendParams(BaseModel):
     version: Literal[1] = 1
     segments: tuple[SegmentParams, ...] = ()
     question: int | None = None
+    prefix: int | None = Field(default=None, ge=0)
     policy: Policy | None = None
     selector: str | None = None
     ratio: float | None = Field(default=None, ge=0.0, le=1.0)

@@ -32,11 +32,12 @@ class RotaryTables:
         Returns:
             (cos, sin), each [n, head_dim] float32; exactly (1, 0) where a key stays.
         """
-        cos, sin = rotation_between(self._tables, old, new, float(self._embedding.attention_scaling))
+        cos, sin = rotation_between(self.tables, old, new, float(self._embedding.attention_scaling))
         stays = (old == new)[:, None]
         return cos.masked_fill(stays, 1.0), sin.masked_fill(stays, 0.0)
 
-    def _tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model's own (cos, sin) at `positions` ([n] int64), each [n, head_dim] float32, scaling included."""
         probe = torch.empty(0, dtype=torch.float32, device=self._device)
         cos, sin = self._embedding(probe, positions[None])
         return cos[0], sin[0]

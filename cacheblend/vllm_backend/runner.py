@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +32,6 @@ from cacheblend.vllm_backend.sequences import EngineSequence
 from cacheblend.vllm_backend.settings import make_settings
 from kvstore.key import ChunkIdentity, ChunkKey
 from kvstore.store import ChunkStore
-from kvstore.stored_chunks import REFRESH_INTERVAL_S
 
 Prompt: TypeAlias = BlendPlan | Sequence[int]
 Sampling: TypeAlias = SamplingParams | VllmSamplingParams
@@ -266,8 +264,6 @@ class VllmRunner:
         if self._cache_fuse_metadata["check"]:
             self._recipes.require_folder()
             plan, namespace, chunk = self._recipes.put_old_kvs(self._cache_fuse_metadata, token_ids, self.old_kvs)
-            # The engine looks at the folder once in this time, and takes what it has not seen for missing.
-            time.sleep(REFRESH_INTERVAL_S)
             return outgoing(plan, policy, self._fingerprint, namespace), lambda: self._recipes.forget(chunk)
         if self._cache_fuse_metadata["collect"]:
             self._recipes.require_folder()

@@ -88,10 +88,10 @@ class Tracked:
         report = replace(self.report) if self.report is not None else BlendReport()
         report.bytes_loaded = bytes_by_first_tier(report.bytes_loaded, self.loaded_bytes)
         plan = self.plan or self.asked
-        reasons = dict.fromkeys(plan.fallback_reasons if plan is not None else ())
-        reasons.update(dict.fromkeys(report.fallback_reasons))
-        if self.reason is not None:
-            reasons[self.reason] = None
+        # One for each chunk: how many there were is part of the account.
+        reasons = list(plan.fallback_reasons if plan is not None else ())
+        if self.reason is not None and self.reason not in reasons:
+            reasons.append(self.reason)
         report.fallback_reasons = tuple(reasons)
         return report
 

@@ -21,4 +21,4 @@ def test_a_served_model_blends_refuses_wrong_plans_and_answers_plain_requests_as
         [sys.executable, "-m", "eval.serve_check"], env=environment, capture_output=True, text=True, timeout=580
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "cacheblend:hits_total" in done.stdout
+    assert "vllm:cacheblend_hits_total" in done.stdout

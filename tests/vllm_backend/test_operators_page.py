@@ -48,7 +48,7 @@ def test_the_counters_are_those_that_are_exported():
     from cacheblend.vllm_backend.metrics import METRICS
 
     rows = table("counter")
-    assert [name.removeprefix("cacheblend:").removesuffix("_total") for name in rows] == list(METRICS)
+    assert [name.removeprefix("vllm:cacheblend_").removesuffix("_total") for name in rows] == list(METRICS)
     assert [label.strip("`") or None for label in rows.values()] == [label for _, label in METRICS.values()]
 
 
