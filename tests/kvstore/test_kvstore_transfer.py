@@ -69,6 +69,45 @@ def test_starting_never_blocks_and_every_chunk_arrives(store, prefetcher):
     assert all(same(store.get(identity), sample(identity.token_ids[0])) for identity in MANY)
 
 
+def test_waiting_for_any_ends_with_the_first_chunk_that_finishes(store, prefetcher):
+    prefetcher.start(MANY)
+    waiting = threading.Thread(target=prefetcher.wait_any, args=(30,))
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive(), "nothing has finished"
+    assert prefetcher.cancel(MANY[-1].key)
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert prefetcher.in_flight() == len(MANY) - 1
+    assert [result.key for result in prefetcher.poll()] == [MANY[-1].key]
+
+
+def test_waiting_for_any_returns_at_once_until_what_finished_is_polled(store, prefetcher):
+    store.put(sample(MANY[0].token_ids[0]))
+    prefetcher.start([MANY[0]])
+    for _ in range(2):
+        assert _returns(prefetcher, timeout_s=30)
+    assert len(prefetcher.poll()) == 1
+    assert not _returns(prefetcher, timeout_s=30, within_s=0.05)
+    prefetcher.start([MANY[0]])
+    assert _returns(prefetcher, timeout_s=30)
+
+
+def test_waiting_for_any_gives_up_after_its_time(prefetcher):
+    assert _returns(prefetcher, timeout_s=0.0)
+    prefetcher.start(MANY)
+    assert _returns(prefetcher, timeout_s=0.01)
+    assert prefetcher.in_flight() == len(MANY)
+
+
+def _returns(prefetcher, timeout_s: float, within_s: float = 20.0) -> bool:
+    """Whether `wait_any` comes back long before a timeout of half a minute, or soon after a short one."""
+    waiting = threading.Thread(target=prefetcher.wait_any, args=(timeout_s,), daemon=True)
+    waiting.start()
+    waiting.join(within_s)
+    return not waiting.is_alive()
+
+
 def test_sixty_four_askers_of_one_chunk_cause_one_load(store, prefetcher):
     start = threading.Barrier(64)
 

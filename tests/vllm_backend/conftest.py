@@ -31,6 +31,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("engines")
     if marker is not None:
         configs = {name: configs[name] for name in marker.args}
+    if only := os.environ.get("CACHEBLEND_TEST_ENGINES"):
+        configs = {name: config for name, config in configs.items() if name in only.split(",")}
     names = [
         pytest.param(name, marks=[pytest.mark.matrix] if config.in_matrix_only else [], id=name)
         for name, config in configs.items()

@@ -35,7 +35,7 @@ SMALL_BUDGET = {"max_num_batched_tokens": 96, "enable_chunked_prefill": True}
 SMALL_STEPS = {"max_rows_per_step": 70}
 SMALL_STORE = {"host_budget_bytes": 200_000}
 """Less than most chunks of the tests need, let alone a request: their KV is read from disk when it is used."""
-TINY_POOL = {"num_gpu_blocks_override": 40 if not ON_GPU else 80, "max_model_len": 1184}
+TINY_POOL = {"num_gpu_blocks_override": 40, "max_model_len": 1184}
 EVERYTHING = {"settings": SMALL_STEPS, "engine": SMALL_BUDGET}
 
 CONFIGS = {
@@ -87,7 +87,7 @@ def start(name: str, folder: Path, store: Path, **more: Any) -> Iterator[EngineB
     config = CONFIGS[name]
     engine = {**config.engine, **more}
     if ON_GPU:
-        engine = {"gpu_memory_utilization": 0.3, "attention_backend": "TRITON_ATTN", **engine}
+        engine = {"gpu_memory_utilization": 0.15, "attention_backend": "TRITON_ATTN", **engine}
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if config.in_process else "1", **config.environment}
     with (
         _set(environment),

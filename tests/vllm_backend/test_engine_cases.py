@@ -104,7 +104,8 @@ def test_auto_prefills_where_blending_would_compute_nearly_everything(engine, co
     cheap = engine.one(corpus.ask(0, 1, 2, policy="auto", selector="chunk_head", question=engine.ids(9, 81)))
     dear = engine.one(corpus.ask(0, 1, 2, policy="auto", selector="query", ratio=0.95, question=engine.ids(9, 82)))
     assert cheap.meta["mode"] == "blend"
-    assert (dear.meta["mode"], dear.meta["fallback_reasons"]) == ("full", ["auto_full_cheaper"])
+    assert dear.meta["mode"] == "full"
+    assert set(dear.meta["fallback_reasons"]) == {"auto_full_cheaper"}
 
 
 @pytest.mark.engines("llama", "llama-tiny-pool", "llama-no-prefix-caching")
