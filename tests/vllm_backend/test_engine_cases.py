@@ -22,7 +22,7 @@ def test_a_cached_chunk_right_after_a_prefix_cache_hit(engine, corpus):
     answer = engine.one(ask)
     # The head's first block is exact and shared; the chunks' exact blocks must not be taken for blended ones.
     if engine.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching:
-        assert answer.meta["prefix_cached_tokens"] == 32
+        assert answer.meta["prefix_cached_tokens"] >= 32
     assert answer.meta["reused_tokens"] == 91 + 64
     assert error(answer.first, engine.replayed(ask, answer, corpus.head)[0]) <= TOLERANCE
 
