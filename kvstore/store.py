@@ -193,6 +193,10 @@ class ChunkStore:
         for key in {key for key, _ in known - files.keys()}:
             self._forget_absent(key)
 
+    def recheck(self, key: ChunkKey) -> None:
+        """Look whether the files of one chunk are still there; cheaper than `refresh`."""
+        self._forget_absent(key)
+
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Send later events to `listener`, in order and outside all locks; returns the way to stop."""
         return self._events.subscribe(listener)

@@ -61,7 +61,7 @@ class ChunkHeadSelector(Selector):
     @property
     def spec(self) -> str:
         """See `Selector.spec`."""
-        return f"{self.name}({self.tokens if self.ratio is None else f'ratio={self.ratio:g}'})"
+        return f"{self.name}({self.tokens if self.ratio is None else f'ratio={self.ratio!r}'})"
 
 
 def _head_rows(ratio: float, length: int) -> int:

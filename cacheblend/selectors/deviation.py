@@ -72,5 +72,5 @@ class DeviationSelector(Selector):
     def spec(self) -> str:
         """See `Selector.spec`."""
         layers = "+".join(map(str, self.check_layers))
-        widen = f",widen={self.widen:g}" if len(self.check_layers) > 1 else ""
-        return f"{self.name}(ratio={self.ratio:g},check={layers}{widen})"
+        widen = f",widen={self.widen!r}" if len(self.check_layers) > 1 else ""
+        return f"{self.name}(ratio={self.ratio!r},check={layers}{widen})"

@@ -50,7 +50,7 @@ class GivenRowsSelector(Selector):
 
     def expected_rows(self, chunk_lengths: Sequence[int]) -> int:
         """See `Selector.expected_rows`."""
-        return len(self.layers[-1][1])
+        return len(self.layers[0][1])
 
     @property
     def share(self) -> float:

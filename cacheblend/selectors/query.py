@@ -43,4 +43,4 @@ class QuerySelector(Selector):
     @property
     def spec(self) -> str:
         """See `Selector.spec`."""
-        return f"{self.name}(ratio={self.ratio:g})"
+        return f"{self.name}(ratio={self.ratio!r})"

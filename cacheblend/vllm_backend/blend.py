@@ -15,7 +15,7 @@ the caller can spread a large blend over several engine steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,7 +48,7 @@ class _Prompt:
     order: BlendOrder
     pages: PromptPages
     plan: BlendPlan
-    chunks: list[ChunkKV]
+    chunks: list[ChunkKV | None]
     unavailable: dict[ChunkKey, str]
     bytes_loaded: dict[str, int]
     selection: RowSelection | None = None
@@ -70,7 +70,7 @@ class _Prompt:
         return [
             PlacedSpan(self.pages, span, max(span.start, start), chunk)
             for span, chunk in zip(self.plan.reused, self.chunks, strict=True)
-            if span.end > start
+            if span.end > start and chunk is not None
         ]
 
     @property
@@ -123,26 +123,41 @@ class BlendBatch:
         yield from self._recompute(prompts, place, times)
         # A prompt that computes no row still gets its stored KV.
         place(self.forward.num_layers - 1)
-        self.done = {p.order.request_id: _account(p, times.milliseconds()) for p in prompts}
+        self.done = {p.order.request_id: _account(p, times.milliseconds(), len(prompts)) for p in prompts}
 
     def _load(self, order: BlendOrder) -> _Prompt:
+        needed = {s.segment.identity.key: s for s in order.plan.reused if s.segment.identity and s.end > order.start}
         found: dict[ChunkKey, ChunkKV] = {}
         reasons: dict[ChunkKey, str] = {}
         bytes_loaded: dict[str, int] = {}
         for identity in order.plan.chunks:
+            if identity.key not in needed:
+                continue
             try:
                 tier, chunk = self._get(identity)
-            except ChunkUnavailable as gone:
-                reasons[identity.key] = gone.reason.value
+            except Exception as gone:
+                # Whatever it was: the other ranks wait to agree on it.
+                reasons[identity.key] = _reason(gone)
                 continue
             found[identity.key] = chunk
             bytes_loaded[tier] = bytes_loaded.get(tier, 0) + chunk.nbytes
         reasons = self.ranks.agree(reasons)
         for key, reason in reasons.items():
             logger.warning("chunk %s is prefilled as fresh rows: %s", key[:12], reason)
+        self._require_whole(order, reasons)
         plan = order.plan.with_fresh(reasons)
         pages = PromptPages.of(order.plan.token_ids, order.block_ids, self.forward.block_size)
-        return _Prompt(order, pages, plan, [found[key] for key in plan.keys], reasons, bytes_loaded)
+        return _Prompt(order, pages, plan, [found.get(key) for key in plan.keys], reasons, bytes_loaded)
+
+    @staticmethod
+    def _require_whole(order: BlendOrder, reasons: Mapping[ChunkKey, str]) -> None:
+        """Refuse, on all ranks alike, to compute the rest of a prompt whose beginning holds a chunk that is gone."""
+        for span in order.plan.reused:
+            identity = span.segment.identity
+            if identity is not None and identity.key in reasons and span.start < order.start:
+                raise ChunkUnavailable(
+                    identity.key, UnavailableReason(reasons[identity.key]), "part of it is in the prefix cache already"
+                )
 
     def _get(self, identity: ChunkIdentity) -> tuple[str, ChunkKV]:
         tier = self.store.lookup(identity)
@@ -201,13 +216,7 @@ class BlendBatch:
                     kept.append(self.forward.run(first, last, entering, rows, self.forward.attention(rows), place))
                 done += len(rows)
                 yield len(rows) * (last - first) / layers
-            if not kept:
-                return
-            hidden = Hidden.join(kept) if last < layers else None
-
-    def _entering(self, rows: RowBatch, hidden: Hidden | None, first: int) -> Hidden:
-        """What enters the next layers: the rows' embeddings, or their hidden states from index `first` on."""
-        return self.forward.embed(rows) if hidden is None else hidden.take(slice(first, first + len(rows)))
+            hidden = Hidden.join(kept) if kept and last < layers else None
 
     def _choose(self, prompt: _Prompt) -> None:
         fresh = prompt.fresh()
@@ -253,19 +262,27 @@ class BlendBatch:
         return self.ranks.sum(torch.cat([torch.as_tensor(part) for part in found])).cpu()
 
 
+def _reason(error: Exception) -> str:
+    """Why a chunk cannot be had."""
+    if isinstance(error, ChunkUnavailable):
+        return error.reason.value
+    logger.error("a chunk could not be read", exc_info=error)
+    return UnavailableReason.UNREADABLE.value
+
+
 def _rows(prompts: Sequence[_Prompt]) -> list[PromptRows]:
     return [prompt.rows for prompt in prompts if prompt.rows is not None]
 
 
-def _account(prompt: _Prompt, parts_ms: dict[str, float]) -> BlendDone:
+def _account(prompt: _Prompt, parts_ms: dict[str, float], shared_by: int) -> BlendDone:
     plan, selection = prompt.plan, prompt.selection
     report = BlendReport(bytes_loaded=prompt.bytes_loaded, parts_ms=parts_ms, fallback_reasons=plan.fallback_reasons)
     if selection is None or plan.selector is None:
-        return BlendDone(report, ((0, ()),), prompt.unavailable)
+        return BlendDone(report, ((0, ()),), prompt.unavailable, shared_by)
     report.mode = "blend"
     report.selector = plan.selector.spec
     report.reused_tokens = plan.reused_tokens
     report.rows = selection.rows
     report.recomputed_tokens = len(selection.rows)
     report.recomputed_ratio = selection.ratio
-    return BlendDone(report, selection.layer_rows, prompt.unavailable)
+    return BlendDone(report, selection.layer_rows, prompt.unavailable, shared_by)

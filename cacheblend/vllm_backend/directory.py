@@ -60,6 +60,8 @@ class ChunkDirectory:
             identity = ChunkIdentity(fingerprint, prefix, tuple(token_ids))
             if identity.key in self:
                 return identity, None
+            if self._in_folder is not None and self._in_folder.find(fingerprint, token_ids, [prefix])[0] is not None:
+                return identity, None
         if self._in_folder is None:
             return None, UnavailableReason.MISSING
         return self._in_folder.find(fingerprint, token_ids, prefixes)
@@ -72,7 +74,8 @@ class ChunkDirectory:
     def lose(self, key: ChunkKey) -> None:
         """A worker could not have the chunk: look at the folder again, and believe nothing told before."""
         self._told.pop(key, None)
-        self.look_again()
+        if self._folder is not None:
+            self._folder.recheck(key)
 
     def close(self) -> None:
         """Let the folder go."""
@@ -82,11 +85,16 @@ class ChunkDirectory:
     def _now_true(self, rank: int, event: StoreEvent) -> bool:
         if isinstance(event, Published):
             ranks = self._told.setdefault(event.key, {}).setdefault(event.tier, set())
+            known = len(ranks) == self._ranks
             ranks.add(rank)
-            return len(ranks) == self._ranks
+            return len(ranks) == self._ranks and not known
         if isinstance(event, Evicted):
             tiers = self._told.get(event.key, {})
-            was_everywhere = len(tiers.pop(event.tier, ())) == self._ranks
+            ranks = tiers.get(event.tier, set())
+            was_everywhere = len(ranks) == self._ranks
+            ranks.discard(rank)
+            if not ranks:
+                tiers.pop(event.tier, None)
             if not tiers:
                 self._told.pop(event.key, None)
             return was_everywhere

@@ -102,6 +102,9 @@ class BlendExecutor:
         except StopIteration:
             progress.done.update(batch.done)
         except Exception as error:
+            if self._ranks.shard.size > 1:
+                # The other ranks may wait for this one in the middle of the pass: an end is better than that.
+                raise
             self._give_up(batch, error, progress)
         self._batch = None
         return 0.0

@@ -79,11 +79,13 @@ class BlendDone:
         report: what it did.
         layer_rows: the reusable rows recomputed, from layer to layer, so that it can be repeated.
         unavailable: chunks that could not be had after all, and were computed as fresh rows.
+        shared_by: requests that were blended together, and share the report's times.
     """
 
     report: BlendReport
     layer_rows: LayerRows
     unavailable: dict[ChunkKey, str]
+    shared_by: int
 
 
 @dataclass(frozen=True, slots=True)

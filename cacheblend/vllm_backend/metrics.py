@@ -58,7 +58,7 @@ class BlendStats(KVConnectorStats):
         self.count("rows_reused", amount=report.reused_tokens)
         self.count("rows_recomputed", amount=report.recomputed_tokens)
         for stage, milliseconds in report.parts_ms.items():
-            self.count("seconds", stage, milliseconds / 1e3)
+            self.count("seconds", stage, milliseconds / 1e3 / tracked.shared_by)
 
     def reset(self) -> None:
         """See `KVConnectorStats.reset`."""

@@ -54,9 +54,9 @@ class Namespaces:
     def __init__(self) -> None:
         self._by_digest: OrderedDict[str, Namespace] = OrderedDict()
 
-    def of(self, plan: BlendPlan) -> Namespace:
-        """The namespace of a plan that reuses something."""
-        digest = _digest(plan)
+    def of(self, plan: BlendPlan, own_salt: str | None = None) -> Namespace:
+        """The namespace of a plan that reuses something, among requests that came with the same salt."""
+        digest = _digest(plan, own_salt)
         namespace = self._by_digest.get(digest)
         if namespace is None:
             # The nonce makes blocks of a namespace that was dropped unreachable.
@@ -81,12 +81,12 @@ def enter(request: Any, namespace: Namespace, exact_blocks: int) -> None:
         namespace: where its blocks belong.
         exact_blocks: blocks at its start that hold exact KV.
     """
-    if not request.block_hashes:
-        return
     exact = list(request.block_hashes[:exact_blocks])
     request.cache_salt = f"{request.cache_salt or ''}{namespace.salt}"
     _hash_again(request)
-    request.block_hashes[: len(exact)] = exact
+    # The last hash stays salted even if its block is exact: those of blocks filled later are chained to it.
+    kept = max(0, min(len(exact), len(request.block_hashes) - 1))
+    request.block_hashes[:kept] = exact[:kept]
 
 
 def leave(request: Any, own_salt: str | None) -> None:
@@ -105,12 +105,13 @@ def _hash_again(request: Any) -> None:
     request.update_block_hashes()
 
 
-def _digest(plan: BlendPlan) -> str:
+def _digest(plan: BlendPlan, own_salt: str | None) -> str:
     selector = plan.selector
     assert selector is not None
     spans = plan.spans if selector.evidence is Evidence.ATTENTION else plan.spans[:-1]
     described = {
         "version": CODE_VERSION,
+        "salt": own_salt,
         "selector": [selector.spec, selector.layers if isinstance(selector, GivenRowsSelector) else None],
         "spans": [(s.start, s.end, s.segment.identity.key if s.segment.identity else None) for s in spans],
         # The question too, where the choice of rows depends on it.

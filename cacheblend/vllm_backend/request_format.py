@@ -141,9 +141,9 @@ def parse_params(kv_transfer_params: Mapping[str, Any] | None) -> BlendParams | 
     Raises:
         BlendError: one sentence that names the field that is wrong.
     """
-    given = (kv_transfer_params or {}).get(PARAMS_KEY)
-    if given is None:
+    if not isinstance(kv_transfer_params, Mapping) or kv_transfer_params.get(PARAMS_KEY) is None:
         return None
+    given = kv_transfer_params[PARAMS_KEY]
     if not isinstance(given, Mapping):
         raise BlendError(f"kv_transfer_params['{PARAMS_KEY}'] is {given!r}; send an object.")
     if given.get("version", FORMAT_VERSION) != FORMAT_VERSION:

@@ -21,7 +21,7 @@ from cacheblend.vllm_backend.request_format import BlendParams, CollectParams, c
 from cacheblend.vllm_backend.results import collect_result, plan_result
 from cacheblend.vllm_backend.settings import ConnectorSettings
 from cacheblend.vllm_backend.tracking import Collecting, Phase, Tracked
-from kvstore.errors import UnavailableReason
+from kvstore.errors import StoreError, UnavailableReason
 from kvstore.key import ChunkIdentity, ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class SchedulerHalf:
                 check_prompt(params, request.num_prompt_tokens)
                 self._enter(request, params)
                 return
-        except BlendError as error:
+        except (BlendError, StoreError) as error:
             logger.warning("request %s is prefilled as it is: %s", request.request_id, error)
             reason = f"bad_plan: {error}"
         self._tracked[request.request_id] = Tracked(
@@ -98,6 +98,9 @@ class SchedulerHalf:
         tracked.start = computed
         if tracked.phase is Phase.PLAIN:
             return 0, False
+        if tracked.phase is Phase.PLANNED and self._admitted() >= ADMITTED_AHEAD:
+            # Those before it leave this phase, so its turn comes.
+            return None, False
         if tracked.phase is not Phase.ADMITTED:
             before = tracked.namespace
             self._admit(tracked)
@@ -198,8 +201,12 @@ class SchedulerHalf:
         if tracked.asked is None or not tracked.asked.reused:
             return
         tracked.phase = Phase.PLANNED
-        if sum(t.phase is Phase.ADMITTED for t in self._tracked.values()) < ADMITTED_AHEAD:
+        if self._admitted() < ADMITTED_AHEAD:
             self._admit(tracked)
+
+    def _admitted(self) -> int:
+        """Requests that hold pins and wait for pages."""
+        return sum(tracked.phase is Phase.ADMITTED for tracked in self._tracked.values())
 
     def _admit(self, tracked: Tracked) -> None:
         """Fix the effective plan, pin its chunks and order what is missing from host memory."""
@@ -220,14 +227,18 @@ class SchedulerHalf:
         if tracked.plan == plan and tracked.namespace is not None:
             return
         self._stop_leading(tracked)
+        if tracked.plan is not None:
+            # Rows that were chosen for another plan are not this one's.
+            tracked.layer_rows = None
         tracked.plan = plan
         if not plan.reused:
             self._prefill_plainly(tracked)
             return
         if tracked.namespace is not None:
             namespaces.leave(tracked.request, tracked.own_salt)
-        tracked.namespace = self._namespaces.of(plan)
-        namespaces.enter(tracked.request, tracked.namespace, tracked.first_reused // self._hash_block)
+        tracked.namespace = self._namespaces.of(plan, tracked.own_salt)
+        if self._prefix_caching:
+            namespaces.enter(tracked.request, tracked.namespace, tracked.first_reused // self._hash_block)
 
     def _prefill_plainly(self, tracked: Tracked, reason: str | None = None) -> None:
         self._stop_leading(tracked)
@@ -293,7 +304,7 @@ class SchedulerHalf:
             if known is not None:
                 report.recomputed_ratio = known.recomputed_ratio
         tracked.phase = Phase.BLENDED
-        tracked.report, tracked.layer_rows = report, done.layer_rows
+        tracked.report, tracked.layer_rows, tracked.shared_by = report, done.layer_rows, done.shared_by
         self._stop_leading(tracked)
         tracked.plan = plan.with_fresh(done.unavailable)
         for key in done.unavailable:
@@ -303,11 +314,20 @@ class SchedulerHalf:
             return
         if done.unavailable:
             self._namespaces.drop(namespace)
+            for other in self._tracked.values():
+                if other.namespace is namespace and other.phase is Phase.ADMITTED and other.plan is not None:
+                    # It waited for blocks that are not what its plan says.
+                    self._use(other, other.plan.with_fresh(done.unavailable))
         elif namespace.layer_rows is None:
             namespace.layer_rows, namespace.report = done.layer_rows, report
 
     def _take_failure(self, tracked: Tracked, error: str) -> None:
-        self._prefill_plainly(tracked, f"blend_failed: {error}")
+        if tracked.plan is not None and tracked.start > tracked.first_reused:
+            # Rows before `start` are the namespace's: none of them may stay under ordinary hashes. A request without
+            # computed rows is looked up anew.
+            tracked.request.num_computed_tokens = 0
+        again = "blend_failed" if tracked.report is None else "blend_failed_after_preemption"
+        self._prefill_plainly(tracked, f"{again}: {error}")
 
     def _collect_orders(self, output: Any) -> Iterable[CollectOrder]:
         """Chunks whose last row is computed in this step."""

@@ -44,6 +44,8 @@ class Tracked:
         namespace: where its blended blocks belong.
         start: rows found in the prefix cache.
         report: what its blend did.
+        layer_rows: the rows it recomputed, for a blend after a preemption.
+        shared_by: requests that were blended together.
     """
 
     request: Any
@@ -59,6 +61,7 @@ class Tracked:
     start: int = 0
     report: BlendReport | None = None
     layer_rows: LayerRows | None = None
+    shared_by: int = 1
 
     @property
     def id(self) -> str:

@@ -28,7 +28,7 @@ def require_version(version: str) -> None:
     except InvalidVersion:
         logger.warning("cacheblend: vLLM '%s' names no release; the gates ran on %s", version, _tested())
         return
-    if not OLDEST <= release < NEXT_UNTRIED:
+    if not release >= OLDEST or release.release[:2] >= NEXT_UNTRIED.release[:2]:
         raise BlendError(f"vLLM {version} is not supported by the connector; install 0.25 to 0.33.")
     if release not in TESTED:
         logger.warning("cacheblend: vLLM %s is untested; the gates ran on %s", version, _tested())

@@ -80,6 +80,9 @@ CONFIGS = {
 TOLERANCE = 1e-4 if not ON_GPU else 1e-3
 """Of log-probabilities in fp32. On a GPU twice the difference between two exact runs in other batches; see the run."""
 
+MOVED_TOLERANCE = 1e-4 if not ON_GPU else 2e-4
+"""Of a moved key's elements: on a GPU the projections themselves differ by half of it from one batch to another."""
+
 
 @contextmanager
 def start(name: str, folder: Path, store: Path, **more: Any) -> Iterator[EngineBench]:
@@ -87,7 +90,7 @@ def start(name: str, folder: Path, store: Path, **more: Any) -> Iterator[EngineB
     config = CONFIGS[name]
     engine = {**config.engine, **more}
     if ON_GPU:
-        engine = {"gpu_memory_utilization": 0.15, "attention_backend": "TRITON_ATTN", **engine}
+        engine = {"gpu_memory_utilization": 0.3, "attention_backend": "TRITON_ATTN", **engine}
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if config.in_process else "1", **config.environment}
     with (
         _set(environment),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from cacheblend.selectors.selection import RowSelection
 from cacheblend.vllm_backend.executor import PLACED_PER_BATCH, BlendExecutor, rows_computed
 from cacheblend.vllm_backend.messages import BlendOrder
 from cacheblend.vllm_backend.rows import NO_SLOT
+from kvstore.key import ShardLayout
 from kvstore.store import ChunkStore
 
 FIRST, SECOND = identity_of(1, tokens=10), identity_of(2, tokens=6)
@@ -33,7 +35,8 @@ def order_of(request_id, parts=(FRESH, FIRST, SECOND), selector="none", question
 def executor_of(most_rows=100, rows_per_step=100, orders=()) -> BlendExecutor:
     """One whose model cannot run: nothing here lets it come to that, or the failure is what is looked at."""
     model: Any = object()
-    executor = BlendExecutor(model, model, ChunkStore(None, 0), model, most_rows, rows_per_step)
+    ranks: Any = SimpleNamespace(shard=ShardLayout())
+    executor = BlendExecutor(model, model, ChunkStore(None, 0), ranks, most_rows, rows_per_step)
     for order in orders:
         executor.submit(order)
     return executor
