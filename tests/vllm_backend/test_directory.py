@@ -152,12 +152,17 @@ def test_a_chunk_lost_is_found_again_only_where_it_really_is(tmp_path):
     assert find(directory, 2) == (None, UnavailableReason.MISSING)
 
 
-def test_losing_a_chunk_makes_the_folder_be_looked_at(tmp_path):
+def test_a_lost_chunk_whose_file_is_gone_is_not_offered_again(tmp_path):
+    gone, kept = identity_of(1), identity_of(2)
+    put(tmp_path, gone)
+    put(tmp_path, kept)
     directory = ChunkDirectory(tmp_path, ranks=1)
-    assert find(directory, 2) == (None, UnavailableReason.MISSING)
-    put(tmp_path, identity_of(1))
-    directory.lose(identity_of(2).key)
-    assert [record.key for record in directory.records()] == [identity_of(1).key]
+    assert find(directory, 1) == (gone, None)
+    for path in tmp_path.rglob(f"{gone.key}*"):
+        path.unlink()
+    directory.lose(gone.key)
+    assert find(directory, 1)[0] is None
+    assert [record.key for record in directory.records()] == [kept.key]
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -169,7 +174,7 @@ def test_the_requests_own_head_comes_before_the_bos_and_that_before_none(tmp_pat
             directory.follow([(0, published(chunk))])
         else:
             put(tmp_path, chunk)
-            directory.lose(chunk.key)
+            directory.look_again()
         assert find(directory) == (chunk, None)
 
 
