@@ -25,7 +25,7 @@ COMMANDS = sorted({*shown("README.md"), *shown("Makefile")})
 def test_every_measuring_command_is_shown_in_the_readme_and_is_a_target() -> None:
     for name in ("README.md", "Makefile"):
         modules = {line.split()[0] for line in shown(name)}
-        assert modules == {"eval.musique", "eval.latency", "eval.retrieval"}
+        assert modules == {"eval.musique", "eval.latency", "eval.retrieval", "eval.serve_check"}
 
 
 @pytest.mark.parametrize("line", COMMANDS)
