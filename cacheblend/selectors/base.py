@@ -121,6 +121,22 @@ def require_ratio(ratio: float) -> None:
         raise BlendError(f"ratio is {ratio}; use a share from 0 to 1, for example 0.15.")
 
 
+def members(values: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Which values are wanted. Both ascend, so this is a search, where `torch.isin` compares all with all.
+
+    Args:
+        values: [n] int64.
+        wanted: [m] int64, on the same device.
+
+    Returns:
+        [n] bool.
+    """
+    if not len(wanted):
+        return torch.zeros(len(values), dtype=torch.bool, device=values.device)
+    place = torch.searchsorted(wanted, values).clamp_(max=len(wanted) - 1)
+    return wanted[place] == values
+
+
 def top_rows(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Mark the `count` highest scores; equal scores go to the earlier row, so a choice never varies.
 

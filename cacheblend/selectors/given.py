@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from cacheblend.errors import BlendError
-from cacheblend.selectors.base import Candidates, Evidence, Selector
+from cacheblend.selectors.base import Candidates, Evidence, Selector, members
 
 LayerRows = tuple[tuple[int, tuple[int, ...]], ...]
 """(layer, positions) pairs, layers ascending from 0: the reusable rows recomputed from that layer on."""
@@ -42,7 +42,7 @@ class GivenRowsSelector(Selector):
 
     def choose(self, candidates: Candidates, share: float) -> torch.Tensor:
         """See `Selector.choose`: the rows of layer 0."""
-        return torch.isin(candidates.positions, torch.tensor(self.layers[0][1], dtype=torch.int64))
+        return members(candidates.positions, torch.tensor(sorted(self.layers[0][1]), dtype=torch.int64))
 
     def rows_from(self, layer: int) -> tuple[int, ...] | None:
         """The positions that go on at `layer`, None where nothing changes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cacheblend.plan import BlendPlan
-from cacheblend.selectors.base import Candidates, Evidence, Selector
+from cacheblend.selectors.base import Candidates, Evidence, Selector, members
 from cacheblend.selectors.given import GivenRowsSelector, LayerRows
 
 
@@ -70,14 +70,14 @@ class RowSelection:
         before = self.positions
         if deviation is None:
             assert self._given is not None
-            going_on = torch.tensor(self._given.rows_from(layer), dtype=torch.int64)
-            self._chosen = self._chosen.take(torch.isin(self._chosen.positions, going_on))
+            going_on = torch.tensor(sorted(self._given.rows_from(layer) or ()), dtype=torch.int64)
+            self._chosen = self._chosen.take(members(self._chosen.positions, going_on))
         else:
-            at_candidates = torch.isin(before, self._chosen.positions.to(self._device))
+            at_candidates = members(before, self._chosen.positions.to(self._device))
             scored = self._chosen.scored(deviation[at_candidates].cpu())
             self._chosen = scored.take(self._selector.choose(scored, self._shares[layer]))
         self._layer_rows[layer] = self.rows
-        return torch.isin(before, self.positions)
+        return members(before, self.positions)
 
     @property
     def positions(self) -> torch.Tensor:

@@ -12,7 +12,7 @@ from cacheblend.errors import BlendError
 from cacheblend.plan import BlendPlan
 from cacheblend.reference.runner import ReferenceRunner
 from cacheblend.selectors import Candidates, make_selector
-from cacheblend.selectors.base import Evidence
+from cacheblend.selectors.base import Evidence, members
 from cacheblend.selectors.deviation import DeviationSelector
 from cacheblend.selectors.given import GivenRowsSelector
 from cacheblend.selectors.selection import RowSelection
@@ -199,3 +199,9 @@ def test_replaying_a_query_blend_is_the_blend_itself(blends):
     replayed, again = blends.run(GivenRowsSelector.everywhere(report.rows))
     assert again.rows == report.rows
     assert float((replayed - logits).abs().max()) <= 1e-5
+
+
+@given(values=st.sets(st.integers(0, 200)), wanted=st.sets(st.integers(0, 200)))
+def test_members_are_those_that_are_wanted(values, wanted):
+    found = members(torch.tensor(sorted(values), dtype=torch.int64), torch.tensor(sorted(wanted), dtype=torch.int64))
+    assert found.tolist() == [value in wanted for value in sorted(values)]
