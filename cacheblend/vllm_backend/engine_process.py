@@ -20,6 +20,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
 from cacheblend.errors import BlendError
+from cacheblend.vllm_backend.early_accounts import EarlyAccounts
 from cacheblend.vllm_backend.engine_arguments import REFUSALS, one_line
 
 MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
@@ -50,13 +51,13 @@ class EngineProcess:
     Args:
         config: vLLM's.
         in_process: run the core here.
-        log_stats: have vLLM count what it serves, for its log and its metrics.
+        listener: hears of vLLM's statistics.
 
     Raises:
         BlendError: if it does not start.
     """
 
-    def __init__(self, config: VllmConfig, in_process: bool, log_stats: bool) -> None:
+    def __init__(self, config: VllmConfig, in_process: bool, listener: EarlyAccounts) -> None:
         self._in_process = in_process
         self._engine: LLMEngine | None = None
         before = _children()
@@ -65,7 +66,8 @@ class EngineProcess:
                 self._engine = LLMEngine(
                     vllm_config=config,
                     executor_class=Executor.get_class(config),
-                    log_stats=log_stats,
+                    log_stats=True,
+                    stat_loggers=[listener.made_by_vllm],
                     multiprocess_mode=not in_process,
                 )
         except (*REFUSALS, RuntimeError, OSError, MemoryError) as error:

@@ -31,17 +31,26 @@ METRICS: dict[str, tuple[str, str | None]] = {
 }
 """name: (what it counts, its label)."""
 
+ACCOUNTS = "accounts"
+
 
 @dataclass
 class BlendStats(KVConnectorStats):
-    """Counts since they were last taken: `data[name][label value]`, the label "" where a metric has none."""
+    """Counts since they were last taken: `data[name][label value]`, the label "" where a metric has none.
 
-    data: dict[str, dict[str, float]] = field(default_factory=dict)
+    `data["accounts"]`, if early accounts are on, holds accounts of requests by vLLM's id instead of counts.
+    """
+
+    data: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def count(self, name: str, label: str = "", amount: float = 1) -> None:
         """Add to a metric of `METRICS`."""
         values = self.data.setdefault(name, {})
         values[label] = values.get(label, 0) + amount
+
+    def tell(self, request_id: str, account: dict[str, Any]) -> None:
+        """Send a request's account along."""
+        self.data.setdefault(ACCOUNTS, {})[request_id] = account
 
     def take(self, report: BlendReport, tracked: Tracked) -> None:
         """Count a finished request."""
@@ -67,6 +76,9 @@ class BlendStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """See `KVConnectorStats.aggregate`."""
         for name, values in other.data.items():
+            if name == ACCOUNTS:
+                self.data.setdefault(ACCOUNTS, {}).update(values)
+                continue
             for label, amount in values.items():
                 self.count(name, label, amount)
         return self
@@ -76,6 +88,7 @@ class BlendStats(KVConnectorStats):
         return {
             f"{name}[{label}]" if label else name: round(amount, 3)
             for name, values in self.data.items()
+            if name != ACCOUNTS
             for label, amount in values.items()
             if amount
         }
@@ -125,6 +138,8 @@ class BlendPromMetrics(KVConnectorPromMetrics):
         """See `KVConnectorPromMetrics.observe`."""
         engine = self.per_engine_labelvalues[engine_idx]
         for name, values in transfer_stats_data.items():
+            if name == ACCOUNTS:
+                continue
             for label, amount in values.items():
                 own = [label] if METRICS[name][1] else []
                 self._counters[name].labels(*engine, *own).inc(amount)

@@ -20,6 +20,7 @@ from cacheblend.protocols import BlendReport, FinishReason, StepOutput
 from cacheblend.recipes import LayerKV
 from cacheblend.sampling_params import SamplingParams
 from cacheblend.vllm_backend.collection import Collection, collect_tokens
+from cacheblend.vllm_backend.early_accounts import EarlyAccounts
 from cacheblend.vllm_backend.engine_arguments import kv_bytes_per_token, make_vllm_config
 from cacheblend.vllm_backend.engine_chunks import EngineChunks
 from cacheblend.vllm_backend.engine_process import EngineProcess, multiprocessing_is
@@ -46,13 +47,12 @@ class VllmRunner:
         config: vLLM's configuration, from `make_vllm_config`.
         folder: the model's.
         in_process: run the engine in this process, which shows its insides; one such engine at a time.
-        log_stats: have vLLM count what it serves, for its log and its metrics.
 
     Raises:
         BlendError: if the engine does not start, or the store's folder cannot be used.
     """
 
-    def __init__(self, config: VllmConfig, folder: Path, in_process: bool = False, log_stats: bool = False) -> None:
+    def __init__(self, config: VllmConfig, folder: Path, in_process: bool = False) -> None:
         settings = make_settings(config.kv_transfer_config.kv_connector_extra_config)
         self._config = config
         self._end_ids = end_of_sequence_ids_of_folder(folder)
@@ -69,7 +69,8 @@ class VllmRunner:
         self._aborted: set[str] = set()
         self._held: deque[list[RequestOutput]] = deque()
         self._steps = 0
-        self._process = EngineProcess(config, in_process, log_stats)
+        self._accounts = EarlyAccounts()
+        self._process = EngineProcess(config, in_process, self._accounts)
         self._collection = Collection(self._process, collect_tokens(config), self.chunks, self._hold)
 
     @classmethod
@@ -81,7 +82,6 @@ class VllmRunner:
         dtype: str = "float32",
         *,
         in_process: bool = False,
-        log_stats: bool = False,
         connector: Mapping[str, Any] | None = None,
         **engine: Any,
     ) -> VllmRunner:
@@ -93,7 +93,6 @@ class VllmRunner:
             host_budget_bytes: bytes of chunk KV that host memory may hold.
             dtype: "float32" or "bfloat16", of weights and KV.
             in_process: see the class.
-            log_stats: see the class.
             connector: further settings of `ConnectorSettings`, such as `debug_rows`.
             **engine: vLLM's engine arguments, such as `max_model_len`, `gpu_memory_utilization`,
                 `tensor_parallel_size` or `speculative_config={"method": "ngram", ...}`.
@@ -102,10 +101,15 @@ class VllmRunner:
             UnsupportedModelError: for a model or an option that no gate covers.
             BlendError: for anything else that cannot be used, in one sentence.
         """
-        given = {"store": store_root, "host_budget_bytes": host_budget_bytes, **(connector or {})}
+        given = {
+            "store": store_root,
+            "host_budget_bytes": host_budget_bytes,
+            "early_accounts": True,
+            **(connector or {}),
+        }
         with multiprocessing_is(not in_process):
             config = make_vllm_config(folder, make_settings(given), dtype, engine)
-            return cls(config, folder, in_process, log_stats)
+            return cls(config, folder, in_process)
 
     @property
     def fingerprint(self) -> str:
@@ -200,12 +204,8 @@ class VllmRunner:
         return StepOutput(self._steps, tokens, finished)
 
     def report(self, sequence_id: str) -> BlendReport:
-        """See `ModelRunner.report`.
-
-        vLLM tells what a prefill did only with an end of its own: after an abort, and after a stop string, which its
-        client finds, the report says `not_reported`.
-        """
-        return self._sequences[sequence_id].report
+        """See `ModelRunner.report`; known from the first token on, also where the client ends the sequence itself."""
+        return self._sequences[sequence_id].report(self._accounts.of(sequence_id))
 
     def output(self, sequence_id: str) -> RequestOutput:
         """All that vLLM has returned for a sequence so far: every completion with its log-probabilities and text.
@@ -232,6 +232,7 @@ class VllmRunner:
         self.abort(sequence_id)
         self._sequences.pop(sequence_id, None)
         self._aborted.discard(sequence_id)
+        self._accounts.forget(sequence_id)
 
     def generate(self, prompt: Prompt, sampling: Sampling | None = None) -> list[int]:
         """Run one prompt to its end; bare token ids follow `cache_fuse_metadata`, CacheBlend's recipes in one call.

@@ -17,7 +17,13 @@ from cacheblend.vllm_backend.messages import BlendDone, BlendOrder, CollectOrder
 from cacheblend.vllm_backend.metrics import BlendStats
 from cacheblend.vllm_backend.namespaces import Namespaces
 from cacheblend.vllm_backend.planner import Planner
-from cacheblend.vllm_backend.request_format import BlendParams, CollectParams, check_prompt, parse_params
+from cacheblend.vllm_backend.request_format import (
+    PARAMS_KEY,
+    BlendParams,
+    CollectParams,
+    check_prompt,
+    parse_params,
+)
 from cacheblend.vllm_backend.results import collect_result, plan_result
 from cacheblend.vllm_backend.settings import ConnectorSettings
 from cacheblend.vllm_backend.tracking import Collecting, Phase, Tracked
@@ -86,9 +92,9 @@ class SchedulerHalf:
         except (BlendError, StoreError) as error:
             logger.warning("request %s is prefilled as it is: %s", request.request_id, error)
             reason = f"bad_plan: {error}"
-        self._tracked[request.request_id] = Tracked(
-            request, request.cache_salt, Policy.BLEND, None, reason=reason, phase=Phase.PLAIN
-        )
+        tracked = Tracked(request, request.cache_salt, Policy.BLEND, None, reason=reason, phase=Phase.PLAIN)
+        self._tracked[request.request_id] = tracked
+        self._tell(tracked)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """See vLLM's `get_num_new_matched_tokens`: rows that a blend will fill beyond those in the prefix cache."""
@@ -199,6 +205,7 @@ class SchedulerHalf:
             tracked.asked = self._planner.plan(ids, params)
         self._tracked[request.request_id] = tracked
         if tracked.asked is None or not tracked.asked.reused:
+            self._tell(tracked)
             return
         tracked.phase = Phase.PLANNED
         if self._admitted() < ADMITTED_AHEAD:
@@ -248,6 +255,13 @@ class SchedulerHalf:
         if tracked.namespace is not None:
             tracked.namespace = None
             namespaces.leave(tracked.request, tracked.own_salt)
+        self._tell(tracked)
+
+    def _tell(self, tracked: Tracked) -> None:
+        """Send the account along as it is now, if somebody listens."""
+        if self._settings.early_accounts:
+            account = plan_result(tracked, tracked.account(), self._settings.debug_rows)
+            self.stats.tell(tracked.id, account[PARAMS_KEY])
 
     def _another_blends(self, tracked: Tracked) -> bool:
         """Whether another request is filling the very blocks that this one will find."""
@@ -275,6 +289,7 @@ class SchedulerHalf:
                 known.rows,
             )  # fmt: skip
             tracked.layer_rows = tracked.namespace.layer_rows
+        self._tell(tracked)
 
     def _take_arrival(self, arrival: Arrival) -> None:
         key, failed = arrival.chunk.key, arrival.failed
@@ -307,6 +322,7 @@ class SchedulerHalf:
         tracked.report, tracked.layer_rows, tracked.shared_by = report, done.layer_rows, done.shared_by
         self._stop_leading(tracked)
         tracked.plan = plan.with_fresh(done.unavailable)
+        self._tell(tracked)
         for key in done.unavailable:
             self._scheduler.on_unavailable(key)
             self._directory.lose(key)

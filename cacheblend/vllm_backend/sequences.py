@@ -10,6 +10,7 @@ from vllm.outputs import RequestOutput
 
 from cacheblend.protocols import BlendReport, FinishReason
 from cacheblend.vllm_backend.prompts import OutgoingPrompt, report_of
+from cacheblend.vllm_backend.request_format import PARAMS_KEY
 from cacheblend.vllm_backend.sampling import finish_reason_of
 
 
@@ -61,10 +62,16 @@ class EngineSequence:
         if call is not None:
             call()
 
-    @property
-    def report(self) -> BlendReport:
-        """What its prefill did, as far as it was told."""
-        return report_of(self.prompt, self.output.kv_transfer_params if self.output is not None else None)
+    def report(self, early: dict[str, Any] | None) -> BlendReport:
+        """What its prefill did, as far as it was told.
+
+        Args:
+            early: its account as it came before its end, for one that the client ended; None if none came.
+        """
+        result = self.output.kv_transfer_params if self.output is not None else None
+        if not result and early is not None:
+            result = {PARAMS_KEY: early}
+        return report_of(self.prompt, result)
 
     @property
     def _first_completion(self) -> Any:

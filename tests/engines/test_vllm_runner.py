@@ -189,13 +189,29 @@ def test_an_abort_is_reported_once_and_the_others_go_on(runner, prompts):
     assert not runner.engine.has_unfinished_requests()
 
 
-def test_a_request_that_asked_for_blending_and_hears_nothing_says_so(runner, prompts, chunks):
-    name = runner.prefill(prompts.plan(chunks, make_selector("none")), SamplingParams(max_tokens=200, ignore_eos=True))
-    while not runner.step().tokens:
-        pass
-    runner.abort(name)
+def test_a_request_that_the_client_ends_has_its_account_all_the_same(runner, prompts, chunks):
+    plan = prompts.plan(chunks, make_selector("none"))
+    aborted = runner.prefill(plan, SamplingParams(max_tokens=200, ignore_eos=True))
+    first = []
+    while len(first) < 4:
+        first += runner.step().tokens.get(aborted, ())
+    runner.abort(aborted)
     runner.step()
+    text = runner.engine.tokenizer.decode(first[1:3])
+    stopped = runner.prefill(plan, SamplingParams(max_tokens=200, ignore_eos=True, stop=(text,)))
+    run(runner, stopped)
+    for name in (aborted, stopped):
+        report = runner.report(name)
+        assert (report.mode, report.fallback_reasons) == ("blend", ())
+        assert report.reused_tokens == plan.reused_tokens
+        runner.release(name)
+
+
+def test_a_request_that_asked_for_blending_and_hears_nothing_says_so(runner, prompts, chunks):
+    plan = prompts.plan(chunks, make_selector("none"))
+    name = runner.prefill(plan, SamplingParams(max_tokens=5, ignore_eos=True))
     assert runner.report(name).fallback_reasons == (NOT_REPORTED,)
+    runner.abort(name)
     runner.release(name)
 
 

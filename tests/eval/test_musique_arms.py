@@ -22,7 +22,7 @@ def test_full_is_always_the_first_arm_and_there_once() -> None:
         ("chunk_head:32", "chunk_head(32)"),
         ("chunk_head:0.1", "chunk_head(ratio=0.1)"),
         ("deviation:0.30", "deviation(ratio=0.3,check=1)"),
-        ("query:1.0", "query(ratio=1)"),
+        ("query:1.0", "query(ratio=1.0)"),
         ("chunk_head+query:.25", "chunk_head(16)+query(ratio=0.25)"),
         ("chunk_head+query:8:0.25", "chunk_head(8)+query(ratio=0.25)"),
         ("chunk_head+query:0.25:8", "chunk_head(8)+query(ratio=0.25)"),

@@ -51,7 +51,8 @@ def test_g4_an_off_by_one_mask_is_caught(llama, max_error, monkeypatch, shift):
     plan = llama.plan(chunks, llama.ids(9, 2), GivenRowsSelector.everywhere(sorted(rows)))
     want = llama.full(plan.token_ids)
     monkeypatch.setattr("cacheblend.reference.rows.row_blocks", shifted)
-    assert max_error(llama.logits(plan), want) > 1e-2
+    # A row that reads beyond the prompt may find anything there, not-a-number included.
+    assert not max_error(llama.logits(plan), want) <= 1e-2
 
 
 def test_g4_exact_chunks_stand_where_they_were_encoded(llama):
