@@ -7,13 +7,22 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from engine_bench import Ask, error
+from engine_bench import Ask
 from engine_configs import CONFIGS, EngineConfig, start
 
 pytestmark = pytest.mark.matrix
 
-TOLERANCE = 0.35
-"""Of log-probabilities over the vocabulary; two exact bf16 runs of this model differ by up to half of it."""
+LIKELY = -9.0
+"""Log-probabilities above it are compared: bf16 leaves nothing to compare in the far tail of 49,152 tokens."""
+
+FLOOR_AT_MOST = 0.3
+"""Between two exact runs, vLLM's and transformers'; the gates allow twice what it is."""
+
+
+def likely_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest difference of log-probabilities among the tokens that either finds likely."""
+    likely = (got > LIKELY) | (want > LIKELY)
+    return float((got - want)[likely].abs().max())
 
 
 def test_g3_and_g5_hold_on_the_real_model_in_bf16(tmp_path, smollm2, monkeypatch):
@@ -25,13 +34,13 @@ def test_g3_and_g5_hold_on_the_real_model_in_bf16(tmp_path, smollm2, monkeypatch
         engine.collect(chunks, head)
         parts = ((head, False), *((chunk, True) for chunk in chunks), (engine.ids(12, 5), False))
         plain = engine.one(Ask(parts, plain=True))
-        floor = error(plain.first, engine.full(Ask(parts)))
-        assert floor <= TOLERANCE / 2
+        floor = likely_error(plain.first, engine.full(Ask(parts)))
+        assert floor <= FLOOR_AT_MOST
         whole = engine.one(Ask(parts, {"selector": "full"}))
-        assert error(whole.first, plain.first) <= TOLERANCE
+        assert likely_error(whole.first, plain.first) <= 2 * floor
         for selector in ("chunk_head", "deviation", "query"):
             ask = Ask(parts, {"selector": selector})
             answer = engine.one(ask)
             assert answer.meta["mode"] == "blend"
-            assert error(answer.first, engine.replayed(ask, answer, head)[0]) <= TOLERANCE
+            assert likely_error(answer.first, engine.replayed(ask, answer, head)[0]) <= 2 * floor
             assert torch.isfinite(answer.first).all()

@@ -6,7 +6,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import torch
 from engine_bench import Ask
 from engine_configs import CONFIGS, EngineConfig, start
 
@@ -24,5 +23,6 @@ def test_plain_requests_are_answered_as_without_the_connector(tmp_path, wide_fol
             given[connector] = [engine.one(ask, tokens=12) for ask in asks]
     for without, with_it in zip(given[False], given[True], strict=True):
         assert with_it.tokens == without.tokens
-        assert torch.equal(with_it.logprobs, without.logprobs)
+        # Not to the bit: two processes place their weights at other addresses, and kernels round accordingly.
+        assert (with_it.logprobs - without.logprobs).abs().max() <= 1e-5
         assert with_it.meta == {}
