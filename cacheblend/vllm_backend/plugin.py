@@ -26,12 +26,20 @@ def register() -> None:
         ModelRegistry.register_model(name, f"cacheblend.vllm_backend.live_model:Noted{name}")
 
 
+class _ToVllm(logging.Handler):
+    """Hands our records to vLLM's logger, whose handlers are set up late and sometimes anew."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Leave it to the application where that has set up logging: the record reaches it anyway."""
+        if not logging.getLogger().handlers:
+            logging.getLogger("vllm").handle(record)
+
+
 def _log_as_vllm_does() -> None:
-    """vLLM sets up its own logger only; ours take over its handlers, unless the application has given them some."""
-    theirs = logging.getLogger("vllm")
+    """vLLM sets up its own logger only, and ours would not be heard."""
     for name in ("cacheblend", "kvstore"):
         ours = logging.getLogger(name)
-        if theirs.handlers and not ours.handlers and not logging.getLogger().handlers:
-            ours.handlers = list(theirs.handlers)
-            ours.setLevel(theirs.level)
-            ours.propagate = False
+        ours.addHandler(_ToVllm())
+        if ours.level == logging.NOTSET and not logging.getLogger().handlers:
+            # vLLM's handlers have a level of their own; an application that has set up logging keeps its own.
+            ours.setLevel(logging.INFO)
