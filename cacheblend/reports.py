@@ -4,8 +4,31 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from kvstore.tiers import Tier
+
+if TYPE_CHECKING:
+    from cacheblend.plan import BlendPlan
+    from cacheblend.protocols import BlendReport
+    from cacheblend.selectors.selection import RowSelection
+
+
+def note_blend(report: BlendReport, plan: BlendPlan, selection: RowSelection) -> None:
+    """Enter what was reused and recomputed.
+
+    Args:
+        report: of the prompt.
+        plan: the effective one.
+        selection: of its rows, once the last layer ran.
+    """
+    assert plan.selector is not None
+    report.mode = "blend"
+    report.selector = plan.selector.spec
+    report.reused_tokens = plan.reused_tokens
+    report.rows = selection.rows
+    report.recomputed_tokens = len(selection.rows)
+    report.recomputed_ratio = selection.ratio
 
 
 def bytes_by_first_tier(read: Mapping[str, int], loaded: Mapping[str, int]) -> dict[str, int]:

@@ -22,6 +22,7 @@ from cacheblend.reference.placement import Placement
 from cacheblend.reference.rows import RowBatch, SequenceRows
 from cacheblend.reference.sequence import RunningSequence
 from cacheblend.reference.stopwatch import Stopwatch
+from cacheblend.reports import note_blend
 from cacheblend.selectors.base import Candidates, Evidence
 from cacheblend.selectors.selection import RowSelection
 from kvstore.chunk import ChunkKV
@@ -228,11 +229,5 @@ def _complete_report(sequence: RunningSequence, selection: RowSelection | None, 
     report, plan = sequence.report, sequence.plan
     report.parts_ms = dict(parts_ms)
     report.fallback_reasons = plan.fallback_reasons
-    if selection is None or plan.selector is None:
-        return
-    report.mode = "blend"
-    report.selector = plan.selector.spec
-    report.reused_tokens = plan.reused_tokens
-    report.rows = selection.rows
-    report.recomputed_tokens = len(selection.rows)
-    report.recomputed_ratio = selection.ratio
+    if selection is not None:
+        note_blend(report, plan, selection)

@@ -22,6 +22,7 @@ import torch
 
 from cacheblend.plan import BlendPlan
 from cacheblend.protocols import BlendReport
+from cacheblend.reports import note_blend
 from cacheblend.selectors.base import Candidates, Evidence
 from cacheblend.selectors.selection import RowSelection
 from cacheblend.vllm_backend.attention import ScoringAttention
@@ -277,12 +278,7 @@ def _rows(prompts: Sequence[_Prompt]) -> list[PromptRows]:
 def _account(prompt: _Prompt, parts_ms: dict[str, float], shared_by: int) -> BlendDone:
     plan, selection = prompt.plan, prompt.selection
     report = BlendReport(bytes_loaded=prompt.bytes_loaded, parts_ms=parts_ms, fallback_reasons=plan.fallback_reasons)
-    if selection is None or plan.selector is None:
+    if selection is None:
         return BlendDone(report, ((0, ()),), prompt.unavailable, shared_by)
-    report.mode = "blend"
-    report.selector = plan.selector.spec
-    report.reused_tokens = plan.reused_tokens
-    report.rows = selection.rows
-    report.recomputed_tokens = len(selection.rows)
-    report.recomputed_ratio = selection.ratio
+    note_blend(report, plan, selection)
     return BlendDone(report, selection.layer_rows, prompt.unavailable, shared_by)

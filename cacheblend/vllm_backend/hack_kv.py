@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from cacheblend.errors import BlendError
 from cacheblend.metadata import CacheFuseMetadata
@@ -18,6 +17,7 @@ from cacheblend.plan import BlendPlan
 from cacheblend.recipes import LayerKV, plan_from_old_kvs, position_free
 from cacheblend.vllm_backend.engine_arguments import head_dim_of
 from cacheblend.vllm_backend.request_format import fingerprint_in
+from cacheblend.vllm_backend.rotary import RotaryTables
 from kvstore.chunk import ChunkKV
 from kvstore.errors import ChunkUnavailable
 from kvstore.key import ChunkIdentity
@@ -37,7 +37,7 @@ class EngineKV:
     device = _CPU
 
     def __init__(self, config: Any, dtype: str) -> None:
-        self._rotary = LlamaRotaryEmbedding(config)
+        self._rotary = RotaryTables(config, _CPU)
         self.num_layers = int(config.num_hidden_layers)
         self.kv_heads = int(config.num_key_value_heads)
         self.head_dim = head_dim_of(config)
@@ -46,12 +46,11 @@ class EngineKV:
     @property
     def rope_scaling(self) -> float:
         """See `RotatedKV.rope_scaling`."""
-        return float(self._rotary.attention_scaling)
+        return self._rotary.scaling
 
     def rotary_tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `RotatedKV.rotary_tables`."""
-        cos, sin = self._rotary(torch.empty(0, dtype=torch.float32), positions[None])
-        return cos[0], sin[0]
+        return self._rotary.tables(positions)
 
 
 class CollectedPrompt:

@@ -26,13 +26,18 @@ class RotaryTables:
         self._embedding = LlamaRotaryEmbedding(config).to(device)
         self._device = device
 
+    @property
+    def scaling(self) -> float:
+        """The factor the tables carry (YaRN), 1 otherwise."""
+        return float(self._embedding.attention_scaling)
+
     def between(self, old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The rotation of keys from positions `old` to positions `new`, each [n] int64 on the tables' device.
 
         Returns:
             (cos, sin), each [n, head_dim] float32; exactly (1, 0) where a key stays.
         """
-        cos, sin = rotation_between(self.tables, old, new, float(self._embedding.attention_scaling))
+        cos, sin = rotation_between(self.tables, old, new, self.scaling)
         stays = (old == new)[:, None]
         return cos.masked_fill(stays, 1.0), sin.masked_fill(stays, 0.0)
 

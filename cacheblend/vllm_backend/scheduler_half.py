@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cacheblend.errors import BlendError
 from cacheblend.plan import BlendPlan, Policy
-from cacheblend.protocols import BlendReport, KVCacheScheduler
+from cacheblend.protocols import KVCacheScheduler
 from cacheblend.selectors.given import GivenRowsSelector
 from cacheblend.vllm_backend import namespaces
 from cacheblend.vllm_backend.arrivals import Arrival, Arrivals
@@ -283,11 +284,8 @@ class SchedulerHalf:
         self._scheduler.release(tracked.id)
         tracked.phase = Phase.BLENDED
         if tracked.report is None and tracked.namespace is not None and tracked.namespace.report is not None:
-            known = tracked.namespace.report
-            tracked.report = BlendReport(
-                known.mode, known.selector, known.reused_tokens, known.recomputed_tokens, known.recomputed_ratio,
-                known.rows,
-            )  # fmt: skip
+            # Nothing was loaded or computed for this one.
+            tracked.report = replace(tracked.namespace.report, bytes_loaded={}, parts_ms={}, fallback_reasons=())
             tracked.layer_rows = tracked.namespace.layer_rows
         self._tell(tracked)
 

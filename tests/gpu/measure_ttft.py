@@ -158,7 +158,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "versions": {"vllm": vllm.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "commit": args.commit,
-        "arguments": {key: str(value) for key, value in vars(args).items()},
+        "arguments": {key: str(value) for key, value in vars(args).items() if key != "out"},
         "collect_s": collected,
         "arms": measure_arms(llm, prompts, args.rounds),
     }
