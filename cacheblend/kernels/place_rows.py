@@ -1,4 +1,4 @@
-"""Moves stored keys and values into pages: rotates the keys and scatters both, one launch a layer."""
+"""Moves stored keys and values into pages: rotates the keys and scatters both, one launch for several layers."""
 
 from __future__ import annotations
 
@@ -8,60 +8,132 @@ import torch
 
 
 @dataclass(frozen=True, eq=False)
-class StagedRows:
-    """Rows of stored KV in one flat buffer that holds some layers of several chunks.
+class StoredRows:
+    """Rows of stored KV, wherever on the device they lie, and where they go. Every attribute is [rows] int64.
 
-    A chunk lies in it as [layers, 2, tokens, kv_heads, head_dim], contiguous, keys before values.
+    A chunk lies in memory as [layers, 2, tokens, kv_heads, head_dim], contiguous, keys before values. Layers are placed
+    in groups: a chunk that is copied to the device group by group takes turns between two buffers; one that is on the
+    device as a whole lies in the same place for every group.
 
     Attributes:
-        first: [rows] int64, element offset of each row's keys in the buffer's first layer.
-        layer_step: [rows] int64, elements from one layer to the next in the row's chunk.
-        kind_step: [rows] int64, elements from its keys to its values.
-        cos, sin: [rows, head_dim] float32, the rotation from where each key was encoded to where it is used.
-        slots: [rows] int64, where each row goes: block * block_size + offset.
+        first: elements from the buffer's start to the row's keys in the first layer of an even group (of group 0 where
+            the whole chunk is on the device). May reach any memory of the device.
+        turn_step: elements from there to the buffer of odd groups; 0 where the whole chunk is on the device.
+        group_step: elements from one group to the next; 0 for chunks that take turns.
+        layer_step: elements from one layer to the next.
+        kind_step: elements from the row's keys to its values.
+        old: position that the key was encoded for.
+        new: position that it is used at.
+        slots: where the row goes: block * block_size + offset.
     """
 
     first: torch.Tensor
+    turn_step: torch.Tensor
+    group_step: torch.Tensor
     layer_step: torch.Tensor
     kind_step: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
+    old: torch.Tensor
+    new: torch.Tensor
     slots: torch.Tensor
 
 
-def place_rows(buffer: torch.Tensor, layer: int, rows: StagedRows, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Write one layer's rows into its pages, keys rotated in float32 (arXiv:2104.09864, equation 34).
+@dataclass(frozen=True, eq=False)
+class LayersPages:
+    """The pages of all layers, alike but for where they begin.
+
+    Attributes:
+        keys: [blocks, block_size, kv_heads, head_dim] strided view of layer 0's pages; last stride 1.
+        values: as `keys`, with the same strides.
+        layer_offsets: [layers] int64, elements from layer 0's pages to each layer's.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    layer_offsets: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Rotations:
+    """The model's rotary tables for every position.
+
+    Attributes:
+        cos, sin: [positions, head_dim / 2] float32, scaling included.
+        scaling: the factor they carry.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    scaling: float
+
+
+def place_rows(
+    buffer: torch.Tensor,
+    rows: StoredRows,
+    pages: LayersPages,
+    rotations: Rotations,
+    group: int,
+    first_layer: int,
+    layers: int,
+) -> None:
+    """Write some layers' rows into their pages, keys rotated in float32 from their old to their new positions.
+
+    The rotation is composed of the tables at both ends, which cancels their rounding (`cacheblend.relocation`); a key
+    that stays is copied bit for bit.
 
     Args:
-        buffer: [elements] of the pages' dtype.
-        layer: counted within the buffer.
+        buffer: [elements] of the pages' dtype; what `rows.first` counts from.
         rows: what lies where and goes where.
-        keys: [blocks, block_size, kv_heads, head_dim] strided view of the pages; last stride 1.
-        values: as `keys`.
+        pages: of every layer.
+        rotations: of the model.
+        group: which group of layers it is; even ones lie in the first buffer.
+        first_layer: of the group, counted within the model.
+        layers: how many of the group are placed.
     """
     if buffer.is_cuda:
         # Here, for triton is not installed where there is no GPU.
         from cacheblend.kernels.place_rows_triton import place_rows_triton
 
-        place_rows_triton(buffer, layer, rows, keys, values)
+        place_rows_triton(buffer, rows, pages, rotations, group, first_layer, layers)
     else:
-        place_rows_torch(buffer, layer, rows, keys, values)
+        place_rows_torch(buffer, rows, pages, rotations, group, first_layer, layers)
 
 
 def place_rows_torch(
-    buffer: torch.Tensor, layer: int, rows: StagedRows, keys: torch.Tensor, values: torch.Tensor
+    buffer: torch.Tensor,
+    rows: StoredRows,
+    pages: LayersPages,
+    rotations: Rotations,
+    group: int,
+    first_layer: int,
+    layers: int,
 ) -> None:
-    """What `place_rows` means, in plain PyTorch."""
-    block_size, heads, head_dim = keys.shape[1:]
+    """What `place_rows` means, in plain PyTorch; every source lies in the buffer's storage, all pages in one other."""
+    block_size, heads, head_dim = pages.keys.shape[1:]
     elements = torch.arange(heads * head_dim, device=buffer.device)
-    at = (rows.first + layer * rows.layer_step)[:, None] + elements
-    shape = (len(rows.first), heads, head_dim)
-    stored_keys = buffer[at].view(shape)
-    stored_values = buffer[at + rows.kind_step[:, None]].view(shape)
-    half = head_dim // 2
-    wide = stored_keys.float()
-    turned = torch.cat((-wide[..., half:], wide[..., :half]), dim=-1)
-    moved = wide * rows.cos[:, None] + turned * rows.sin[:, None]
+    memory = buffer.as_strided((buffer.untyped_storage().nbytes() // buffer.element_size(),), (1,), 0)
+    first = buffer.storage_offset() + rows.first + group % 2 * rows.turn_step + group * rows.group_step
     blocks, offsets = rows.slots // block_size, rows.slots % block_size
-    keys[blocks, offsets] = moved.to(keys.dtype)
-    values[blocks, offsets] = stored_values
+    cos, sin = _between(rotations, rows)
+    shape = (len(first), heads, head_dim)
+    for within in range(layers):
+        at = (first + within * rows.layer_step)[:, None] + elements
+        low, high = memory[at].view(shape).float().chunk(2, dim=-1)
+        moved = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+        keys, values = (_of_layer(view, pages, first_layer + within) for view in (pages.keys, pages.values))
+        keys[blocks, offsets] = moved.to(keys.dtype)
+        values[blocks, offsets] = memory[at + rows.kind_step[:, None]].view(shape)
+
+
+def _between(rotations: Rotations, rows: StoredRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin), each [rows, 1, head_dim / 2] float32, exactly (1, 0) where a key stays."""
+    cos_old, sin_old = rotations.cos[rows.old], rotations.sin[rows.old]
+    cos_new, sin_new = rotations.cos[rows.new], rotations.sin[rows.new]
+    norm = rotations.scaling**2
+    stays = (rows.old == rows.new)[:, None]
+    cos = ((cos_new * cos_old + sin_new * sin_old) / norm).masked_fill(stays, 1.0)
+    sin = ((sin_new * cos_old - cos_new * sin_old) / norm).masked_fill(stays, 0.0)
+    return cos[:, None], sin[:, None]
+
+
+def _of_layer(view: torch.Tensor, pages: LayersPages, layer: int) -> torch.Tensor:
+    return view.as_strided(view.shape, view.stride(), view.storage_offset() + int(pages.layer_offsets[layer]))

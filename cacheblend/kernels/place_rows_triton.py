@@ -1,7 +1,7 @@
 """The Triton kernel of `place_rows`.
 
-A program moves a few rows of one kv head: two half keys in, rotated, two half keys out, one value through. Its floor
-is its bytes: each element is read once and written once.
+A program moves a few rows of one kv head of one layer: two half keys in, rotated, two half keys out, one value through.
+Its floor is its bytes: each element is read once and written once.
 """
 
 from __future__ import annotations
@@ -10,88 +10,110 @@ import torch
 import triton
 import triton.language as tl
 
-from cacheblend.kernels.place_rows import StagedRows
+from cacheblend.kernels.place_rows import LayersPages, Rotations, StoredRows
 
 _ROWS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["turn", "group", "first_layer", "rows"])
 def _place(  # type: ignore[no-untyped-def]
     buffer,
     first,
+    turn_step,
+    group_step,
     layer_step,
     kind_step,
+    old,
+    new,
+    slots,
     cos,
     sin,
-    slots,
     keys,
     values,
-    layer,
+    layer_offsets,
+    turn,
+    group,
+    first_layer,
     rows,
-    block_size,
+    inverse_norm,
     key_block,
     key_token,
     key_head,
-    value_block,
-    value_token,
-    value_head,
+    block_size: tl.constexpr,
     head_dim: tl.constexpr,
     half: tl.constexpr,
     padded_half: tl.constexpr,
     row_tile: tl.constexpr,
 ):
     head = tl.program_id(1)
+    within = tl.program_id(2)
     row = tl.program_id(0) * row_tile + tl.arange(0, row_tile)
-    element = tl.arange(0, padded_half)
-    live = (row < rows)[:, None] & (element < half)[None, :]
     row_live = row < rows
-    source = tl.load(first + row, row_live, 0) + layer * tl.load(layer_step + row, row_live, 0) + head * head_dim
-    low = buffer + source[:, None] + element[None, :]
-    key_low = tl.load(low, live, 0.0).to(tl.float32)
-    key_high = tl.load(low + half, live, 0.0).to(tl.float32)
-    value = low + tl.load(kind_step + row, row_live, 0)[:, None]
-    value_low = tl.load(value, live, 0.0)
-    value_high = tl.load(value + half, live, 0.0)
-    turn = row.to(tl.int64)[:, None] * head_dim + element[None, :]
-    c_low, s_low = tl.load(cos + turn, live, 0.0), tl.load(sin + turn, live, 0.0)
-    c_high, s_high = tl.load(cos + turn + half, live, 0.0), tl.load(sin + turn + half, live, 0.0)
+    element = tl.arange(0, padded_half)
+    live = row_live[:, None] & (element < half)[None, :]
+
+    was, becomes = tl.load(old + row, row_live, 0), tl.load(new + row, row_live, 0)
+    from_at = was[:, None] * half + element[None, :]
+    to_at = becomes[:, None] * half + element[None, :]
+    cos_old, sin_old = tl.load(cos + from_at, live, 0.0), tl.load(sin + from_at, live, 0.0)
+    cos_new, sin_new = tl.load(cos + to_at, live, 0.0), tl.load(sin + to_at, live, 0.0)
+    stays = (was == becomes)[:, None]
+    c = tl.where(stays, 1.0, (cos_new * cos_old + sin_new * sin_old) * inverse_norm)
+    s = tl.where(stays, 0.0, (sin_new * cos_old - cos_new * sin_old) * inverse_norm)
+
+    source = tl.load(first + row, row_live, 0) + turn * tl.load(turn_step + row, row_live, 0)
+    source += group * tl.load(group_step + row, row_live, 0)
+    source += within * tl.load(layer_step + row, row_live, 0) + head * head_dim
+    key = buffer + source[:, None] + element[None, :]
+    low, high = tl.load(key, live, 0.0).to(tl.float32), tl.load(key + half, live, 0.0).to(tl.float32)
+    value = key + tl.load(kind_step + row, row_live, 0)[:, None]
+    value_low, value_high = tl.load(value, live, 0.0), tl.load(value + half, live, 0.0)
+
     slot = tl.load(slots + row, row_live, 0)
-    block, offset = slot // block_size, slot % block_size
-    to_key = keys + (block * key_block + offset * key_token + head * key_head)[:, None] + element[None, :]
-    to_value = values + (block * value_block + offset * value_token + head * value_head)[:, None] + element[None, :]
+    page = tl.load(layer_offsets + first_layer + within) + head * key_head
+    place = (page + slot // block_size * key_block + slot % block_size * key_token)[:, None] + element[None, :]
     kind = keys.dtype.element_ty
-    tl.store(to_key, (key_low * c_low - key_high * s_low).to(kind), live)
-    tl.store(to_key + half, (key_high * c_high + key_low * s_high).to(kind), live)
-    tl.store(to_value, value_low, live)
-    tl.store(to_value + half, value_high, live)
+    tl.store(keys + place, (low * c - high * s).to(kind), live)
+    tl.store(keys + place + half, (high * c + low * s).to(kind), live)
+    tl.store(values + place, value_low, live)
+    tl.store(values + place + half, value_high, live)
 
 
 def place_rows_triton(
-    buffer: torch.Tensor, layer: int, rows: StagedRows, keys: torch.Tensor, values: torch.Tensor
+    buffer: torch.Tensor,
+    rows: StoredRows,
+    pages: LayersPages,
+    rotations: Rotations,
+    group: int,
+    first_layer: int,
+    layers: int,
 ) -> None:
     """See `place_rows`."""
-    _, block_size, heads, head_dim = keys.shape
+    _, block_size, heads, head_dim = pages.keys.shape
     half = head_dim // 2
     count = len(rows.first)
-    _place[(triton.cdiv(count, _ROWS), heads)](
+    _place[(triton.cdiv(count, _ROWS), heads, layers)](
         buffer,
         rows.first,
+        rows.turn_step,
+        rows.group_step,
         rows.layer_step,
         rows.kind_step,
-        rows.cos,
-        rows.sin,
+        rows.old,
+        rows.new,
         rows.slots,
-        keys,
-        values,
-        layer,
+        rotations.cos,
+        rotations.sin,
+        pages.keys,
+        pages.values,
+        pages.layer_offsets,
+        group % 2,
+        group,
+        first_layer,
         count,
+        1.0 / rotations.scaling**2,
+        *pages.keys.stride()[:3],
         block_size,
-        keys.stride(0),
-        keys.stride(1),
-        keys.stride(2),
-        values.stride(0),
-        values.stride(1),
-        values.stride(2),
         head_dim,
         half,
         triton.next_power_of_2(half),

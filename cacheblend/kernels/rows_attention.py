@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from cacheblend.errors import BlendError
@@ -64,6 +66,65 @@ def rows_attention(
             device=query.device,
         )
     return attend_rows_triton(query, layer, block_tables, positions, scale, tiles)
+
+
+class RowsAttentionPass:
+    """`rows_attention` for all layers of one forward pass: what they share is checked, divided and allocated once.
+
+    Args:
+        block_tables: [requests, max_blocks] int32, contiguous within a row.
+        row_requests: [rows] int32 or int64, indices into `block_tables`, on the device.
+        positions: [rows] int32 or int64, on the device.
+        row_requests_cpu: the same as `row_requests` on the host.
+        positions_cpu: the same as `positions` on the host.
+    """
+
+    def __init__(
+        self,
+        block_tables: torch.Tensor,
+        row_requests: torch.Tensor,
+        positions: torch.Tensor,
+        row_requests_cpu: torch.Tensor,
+        positions_cpu: torch.Tensor,
+    ) -> None:
+        self._block_tables = block_tables
+        self._row_requests = row_requests
+        self._positions = positions
+        self._on_host = (row_requests_cpu, positions_cpu)
+        self._tiles: RowTiles | None = None
+        self._partial: Any = None
+
+    def attend(self, query: torch.Tensor, layer: PagedLayer, scale: float, out: torch.Tensor) -> None:
+        """One layer's attention; every layer has the same shapes, dtypes and strides.
+
+        Args:
+            query: [rows, heads, head_dim].
+            layer: its pages.
+            scale: factor on the scores, above 0.
+            out: [rows, heads, head_dim] contiguous, of the query's dtype; what is written.
+
+        Raises:
+            BlendError: see `rows_attention`; found with the first layer.
+        """
+        if not query.is_cuda:
+            rest = (self._block_tables, self._row_requests, self._positions, scale)
+            out.copy_(rows_attention(query, layer.keys, layer.values, *rest))
+            return
+        # Here, for triton is not installed where there is no GPU.
+        from cacheblend.kernels.rows_attention_triton import PartialResults, attend_rows_triton
+
+        if self._tiles is None:
+            _require_fitting(query, layer, self._block_tables, self._row_requests, self._positions, scale)
+            self._tiles = RowTiles.of(
+                *self._on_host,
+                heads=query.shape[1],
+                kv_heads=layer.kv_heads,
+                head_dim=layer.head_dim,
+                dtype=query.dtype,
+                device=query.device,
+            )
+            self._partial = PartialResults.of(self._tiles, layer.kv_heads, layer.head_dim)
+        attend_rows_triton(query, layer, self._block_tables, self._positions, scale, self._tiles, out, self._partial)
 
 
 def _require_fitting(

@@ -14,6 +14,7 @@ second kernel merges the parts in key order.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -214,6 +215,28 @@ def _merge_parts_kernel(
     tl.store(out_at[:, None] + dims[None, :], answer, mask=filled)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PartialResults:
+    """Room for the partial results of cut tiles; layers of one pass may share it, one after another.
+
+    Attributes:
+        sums: [parts, kv_heads, block_m, head_dim] float32.
+        peaks: [parts, kv_heads, block_m] float32.
+        totals: [parts, kv_heads, block_m] float32.
+    """
+
+    sums: torch.Tensor
+    peaks: torch.Tensor
+    totals: torch.Tensor
+
+    @classmethod
+    def of(cls, tiles: RowTiles, kv_heads: int, head_dim: int) -> PartialResults:
+        """Room on the tiles' device."""
+        sums = torch.empty((tiles.parts, kv_heads, tiles.config.block_m, head_dim), device=tiles.work.device)
+        peaks, totals = torch.empty((2, *sums.shape[:3]), device=sums.device)
+        return cls(sums, peaks, totals)
+
+
 def attend_rows_triton(
     query: torch.Tensor,
     layer: PagedLayer,
@@ -221,6 +244,8 @@ def attend_rows_triton(
     positions: torch.Tensor,
     scale: float,
     tiles: RowTiles,
+    out: torch.Tensor | None = None,
+    partial: PartialResults | None = None,
 ) -> torch.Tensor:
     """Launch the kernel, and the merge of cut tiles where there are any.
 
@@ -231,15 +256,17 @@ def attend_rows_triton(
         positions: [rows] int32 or int64.
         scale: factor on the scores, above 0.
         tiles: made from the same rows for these heads, on the query's device.
+        out: [rows, heads, head_dim] contiguous, of the query's dtype; what is written, new by default.
+        partial: room made for these tiles; new by default.
 
     Returns:
-        [rows, heads, head_dim] contiguous, of the query's dtype.
+        `out`.
 
     Raises:
         BlendError: `tiles` were made for other rows or heads, or reach beyond the block tables.
     """
     _require_fitting_tiles(query, layer, block_tables, tiles)
-    rows, heads, dim = query.shape
+    dim = query.shape[2]
     shape = {
         "KV_HEADS": layer.kv_heads,
         "GROUP": tiles.group,
@@ -247,11 +274,11 @@ def attend_rows_triton(
         "BLOCK_D": max(16, triton.next_power_of_2(dim)),
         "BLOCK_M": tiles.config.block_m,
     }
-    out = torch.empty((rows, heads, dim), dtype=query.dtype, device=query.device)
-    sums = torch.empty((tiles.parts, layer.kv_heads, tiles.config.block_m, dim), device=query.device)
-    peaks, totals = torch.empty((2, *sums.shape[:3]), device=query.device)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
+    partial = partial or PartialResults.of(tiles, layer.kv_heads, dim)
+    parts = (partial.sums, partial.peaks, partial.totals)
     _rows_attention_kernel[(len(tiles.work) * layer.kv_heads,)](
-        out, sums, peaks, totals, query, layer.keys, layer.values, tiles.work, block_tables, positions.contiguous(),
+        out, *parts, query, layer.keys, layer.values, tiles.work, block_tables, positions.contiguous(),
         scale * math.log2(math.e),
         *query.stride()[:2], *layer.keys.stride()[:3], block_tables.stride(0),
         **shape,
@@ -263,7 +290,7 @@ def attend_rows_triton(
     )  # fmt: skip
     if tiles.parts:
         grid = (len(tiles.merges) * layer.kv_heads, tiles.config.block_m // MERGE_ROWS)
-        _merge_parts_kernel[grid](out, sums, peaks, totals, tiles.merges, **shape, MERGE_M=MERGE_ROWS)
+        _merge_parts_kernel[grid](out, *parts, tiles.merges, **shape, MERGE_M=MERGE_ROWS)
     return out
 
 

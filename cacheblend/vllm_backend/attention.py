@@ -17,8 +17,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from cacheblend.kernels.attention_mass import attention_with_mass, hidden_keys
-from cacheblend.kernels.row_tiles import RowTiles
-from cacheblend.kernels.rows_attention import rows_attention
+from cacheblend.kernels.rows_attention import RowsAttentionPass
 from cacheblend.vllm_backend.pages import LayerPages
 from cacheblend.vllm_backend.rows import PromptRows, RowBatch
 
@@ -32,8 +31,15 @@ class PassAttention(Protocol):
         ...
 
     def attend(
-        self, layer: int, pages: LayerPages, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+        self,
+        layer: int,
+        pages: LayerPages,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
         """Our own attention, once the rows' KV is in the pages.
 
         Args:
@@ -43,9 +49,7 @@ class PassAttention(Protocol):
             key: [rows, kv_heads, head_dim], rotated.
             value: [rows, kv_heads, head_dim].
             scale: of the scores.
-
-        Returns:
-            [rows, heads, head_dim].
+            out: [rows, heads, head_dim] contiguous; what is written.
         """
         ...
 
@@ -88,8 +92,15 @@ class RunsAttention:
         return self._metadata
 
     def attend(
-        self, layer: int, pages: LayerPages, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+        self,
+        layer: int,
+        pages: LayerPages,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
         """Never called: the engine's kernel has done it."""
         raise AssertionError("the engine's own kernel attends")
 
@@ -104,32 +115,23 @@ class RowsAttention:
     metadata = None
 
     def __init__(self, rows: RowBatch) -> None:
-        self._rows = rows
-        self._prompts = rows.prompt_index_cpu.to(rows.device, non_blocking=True)
-        self._tables = rows.block_tables_cpu.to(rows.device, non_blocking=True)
-        self._tiles: RowTiles | None = None
+        tables = rows.block_tables_cpu.to(rows.device, non_blocking=True)
+        on_host = (rows.prompt_index_cpu, rows.positions_cpu)
+        self._pass = RowsAttentionPass(tables, rows.prompt_index, rows.positions, *on_host)
 
     def attend(
-        self, layer: int, pages: LayerPages, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+        self,
+        layer: int,
+        pages: LayerPages,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
         """See `PassAttention.attend`."""
-        views = pages.views
-        assert views is not None
-        if self._tiles is None:
-            self._tiles = self._divide(query, views[0])
-        rows = self._rows
-        return rows_attention(query, *views, self._tables, self._prompts, rows.positions, scale, self._tiles)
-
-    def _divide(self, query: torch.Tensor, keys: torch.Tensor) -> RowTiles:
-        return RowTiles.of(
-            self._rows.prompt_index_cpu,
-            self._rows.positions_cpu,
-            heads=query.shape[1],
-            kv_heads=keys.shape[2],
-            head_dim=keys.shape[3],
-            dtype=query.dtype,
-            device=query.device,
-        )
+        assert pages.paged is not None
+        self._pass.attend(query, pages.paged, scale, out)
 
 
 class ScoringAttention:
@@ -161,16 +163,22 @@ class ScoringAttention:
         self._fresh_rows = torch.cat(fresh).to(rows.device)
 
     def attend(
-        self, layer: int, pages: LayerPages, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+        self,
+        layer: int,
+        pages: LayerPages,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
         """See `PassAttention.attend`."""
-        out = torch.empty_like(query)
         if self._context is not None:
-            fresh = self._fresh_rows
-            out[fresh] = self._context.attend(layer, pages, query[fresh], key, value, scale)
+            attended = torch.empty_like(out[self._fresh_rows])
+            self._context.attend(layer, pages, query[self._fresh_rows], key, value, scale, attended)
+            out[self._fresh_rows] = attended
         for part in self._parts:
             part.attend(pages, query, key, value, scale, out, own_fresh=self._context is None)
-        return out
 
 
 class _ScoredPrompt:

@@ -26,7 +26,8 @@ from cacheblend.reports import note_blend
 from cacheblend.selectors.base import Candidates, Evidence
 from cacheblend.selectors.selection import RowSelection
 from cacheblend.vllm_backend.attention import ScoringAttention
-from cacheblend.vllm_backend.forward import Hidden, LayersForward
+from cacheblend.vllm_backend.forward import LayersForward
+from cacheblend.vllm_backend.hidden import Hidden
 from cacheblend.vllm_backend.messages import BlendDone, BlendOrder
 from cacheblend.vllm_backend.placement import PlacedSpan, place_layers
 from cacheblend.vllm_backend.ranks import Ranks
@@ -115,8 +116,9 @@ class BlendBatch:
             placement = place_layers(spans, self.forward.pages, self.rotary, self.forward.device)
 
         def place(layer: int) -> None:
-            with times.stage("relocate"):
-                placement.ensure(layer)
+            if placement.is_due(layer):
+                with times.stage("relocate"):
+                    placement.ensure(layer)
 
         asking = [prompt for prompt in prompts if prompt.needs_scores]
         if asking:

@@ -1,14 +1,13 @@
 """vLLM's own layers over any rows of any prompts.
 
 No model code is copied: the embedding and the decoder layers are the loaded model's modules, called one after another
-under a forward context of our own.
+under a forward context of our own. On a GPU, passes of few rows replay CUDA graphs of the same modules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from cacheblend.errors import UnsupportedModelError
 from cacheblend.vllm_backend.attention import PassAttention, RowsAttention, RunsAttention
 from cacheblend.vllm_backend.eager import eager_kernels
+from cacheblend.vllm_backend.hidden import Hidden
+from cacheblend.vllm_backend.layer_graphs import LayerGraphs, RowsGraph
 from cacheblend.vllm_backend.pages import LayerPages, PageLayout
 from cacheblend.vllm_backend.rows import RowBatch
 
@@ -31,30 +32,6 @@ class _AttentionReached(Exception):
         self.keys, self.values = keys, values
 
 
-@dataclass(frozen=True, eq=False)
-class Hidden:
-    """Between two layers: hidden states and residual, each [rows, hidden]; no residual before the first layer."""
-
-    states: torch.Tensor
-    residual: torch.Tensor | None
-
-    def take(self, index: torch.Tensor | slice) -> Hidden:
-        """The rows at `index`."""
-        return Hidden(self.states[index], None if self.residual is None else self.residual[index])
-
-    def copy(self) -> Hidden:
-        """The same values in tensors that a layer may overwrite."""
-        return Hidden(self.states.clone(), None if self.residual is None else self.residual.clone())
-
-    @staticmethod
-    def join(parts: Sequence[Hidden]) -> Hidden:
-        """Rows one after another."""
-        if len(parts) == 1:
-            return parts[0]
-        residuals = [part.residual for part in parts if part.residual is not None]
-        return Hidden(torch.cat([p.states for p in parts]), torch.cat(residuals) if residuals else None)
-
-
 class LayersForward:
     """Runs the loaded model's layers over row batches.
 
@@ -64,6 +41,7 @@ class LayersForward:
         caches: the KV cache of each attention layer, by the layer's name.
         model: the loaded `*ForCausalLM`.
         kernel: `runs` or `rows`; `auto` is `rows` on a GPU.
+        graph_rows: the largest pass that replays CUDA graphs; 0 for none.
 
     Raises:
         UnsupportedModelError: if the model's layers are not all attention layers of one kind.
@@ -76,6 +54,7 @@ class LayersForward:
         caches: Mapping[str, torch.Tensor],
         model: Any,
         kernel: str = "auto",
+        graph_rows: int = 0,
     ) -> None:
         self._config = vllm_config
         self._model = model
@@ -104,6 +83,13 @@ class LayersForward:
             raise UnsupportedModelError("The pages of this backend are packed; use `attention: runs`.")
         self.kernel = kernel
         self._builder = self._make_builder(kv_cache_config)
+        self._graphs = self._capture_graphs(graph_rows) if self._can_replay and graph_rows else None
+
+    @property
+    def _can_replay(self) -> bool:
+        """Whether passes can replay graphs: with our own attention, and without ranks that talk within a layer."""
+        alone = self._config.parallel_config.world_size == 1
+        return self.device.type == "cuda" and self.kernel == "rows" and alone
 
     def attention(self, rows: RowBatch) -> PassAttention:
         """The attention of a pass over `rows`."""
@@ -144,12 +130,15 @@ class LayersForward:
             rows: the batch; each prompt's KV must be in its pages for every earlier position of its rows.
             attention: of this pass.
             before_layer: called with each layer's index before it runs.
-            attend_last: run the model's last layer whole; otherwise only its KV is written, since nothing reads the
-                hidden states of rows before the question.
+            attend_last: attend in the model's last layer too; otherwise only its KV is written, since nothing reads
+                the hidden states of rows before the question.
 
         Returns:
             What enters layer `last`.
         """
+        graph = self._graphs.for_rows(len(rows)) if self._graphs and attention.metadata is None else None
+        if graph is not None:
+            return self._replay(graph, first, last, hidden, rows, attention, before_layer, attend_last)
         with self._context(rows, attention), eager_kernels(self.device):
             for index in range(first, last):
                 if before_layer is not None:
@@ -163,9 +152,60 @@ class LayersForward:
         return hidden
 
     def keys_values(self, index: int, hidden: Hidden, rows: RowBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Only the rows' keys (rotated) and values of layer `index`, each [rows, kv_heads, head_dim]."""
+        """Only the rows' keys (rotated) and values of layer `index`, each [rows, kv_heads, head_dim].
+
+        They are valid until the next call that runs layers.
+        """
+        graph = self._graphs.for_rows(len(rows)) if self._graphs else None
+        if graph is not None:
+            graph.enter(index, hidden, rows.positions)
+            graph.layers[index].before.replay()
+            layer = graph.layers[index]
+            return self._heads(layer.key, len(rows)), self._heads(layer.value, len(rows))
         with self._context(rows, None), eager_kernels(self.device):
             return self._stop_at_attention(index, hidden.copy(), rows)
+
+    def _replay(
+        self,
+        graph: RowsGraph,
+        first: int,
+        last: int,
+        hidden: Hidden,
+        rows: RowBatch,
+        attention: PassAttention,
+        before_layer: Callable[[int], None] | None,
+        attend_last: bool,
+    ) -> Hidden:
+        """`run` by graphs."""
+        count = len(rows)
+        graph.enter(first, hidden, rows.positions)
+        attended = self._heads(graph.attended, count)
+        for index in range(first, last):
+            if before_layer is not None:
+                before_layer(index)
+            layer, pages = graph.layers[index], self.pages[index]
+            layer.before.replay()
+            query, key, value = (self._heads(tensor, count) for tensor in (layer.query, layer.key, layer.value))
+            pages.write(rows.slots, key, value)
+            at_the_end = index == self.num_layers - 1
+            if not at_the_end or attend_last:
+                scale = self._attention[index].impl.scale
+                attention.attend(index, pages, query, key, value, scale, attended)
+            if at_the_end:
+                return hidden
+            layer.after.replay()
+        return graph.layers[last - 1].leaving.take(slice(0, count)).copy()
+
+    def _heads(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        """The first rows of [rows, heads * head_dim], by head."""
+        return tensor[:rows].view(rows, -1, self.head_dim)
+
+    def _capture_graphs(self, most_rows: int) -> LayerGraphs:
+        hidden_size = self._config.model_config.get_hidden_size()
+        graphs = LayerGraphs(self._layers, self._attention, hidden_size, most_rows, self.dtype, self.device)
+        with self._layer_context(most_rows, None, None), eager_kernels(self.device):
+            graphs.capture()
+        return graphs
 
     def _stop_at_attention(self, index: int, hidden: Hidden, rows: RowBatch) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (len(rows), self.kv_heads, self.head_dim)
@@ -193,7 +233,8 @@ class LayersForward:
         def replace(_module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
             rows = output.shape[0]
             query, key, value = (x.view(rows, -1, self.head_dim) for x in args[:3])
-            return attention.attend(index, pages, query, key, value, module.impl.scale).view_as(output)
+            attention.attend(index, pages, query, key, value, module.impl.scale, output.view(query.shape))
+            return output
 
         handle = module.register_forward_hook(replace)
         try:
@@ -202,12 +243,14 @@ class LayersForward:
             handle.remove()
 
     def _context(self, rows: RowBatch, attention: PassAttention | None) -> Any:
-        metadata = None if attention is None else attention.metadata
+        return self._layer_context(len(rows), None if attention is None else attention.metadata, rows.slots)
+
+    def _layer_context(self, rows: int, metadata: Any, slots: torch.Tensor | None) -> Any:
         return set_forward_context(
             dict.fromkeys(self.names, metadata),
             self._config,
-            num_tokens=len(rows),
-            slot_mapping=dict.fromkeys(self.names, rows.slots),
+            num_tokens=rows,
+            slot_mapping=None if slots is None else dict.fromkeys(self.names, slots),
             skip_compiled=True,
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from cacheblend.errors import BlendError
+from cacheblend.kernels.pages import PagedLayer
 
 _DIGIT = 128
 """Base of the ramps' digits: every float dtype holds whole numbers below it exactly."""
@@ -106,24 +107,32 @@ class LayerPages:
         attention: the layer.
         cache: its KV cache.
         layout: of the cache, the same for all layers of a model.
+
+    Attributes:
+        views: see `PageLayout.views`.
+        paged: the same as kernels take it; None if packed.
     """
 
     def __init__(self, attention: Any, cache: torch.Tensor, layout: PageLayout) -> None:
         self._attention = attention
         self._cache = cache
         self._layout = layout
-
-    @property
-    def views(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See `PageLayout.views`."""
-        return self._layout.views(self._cache)
+        self.views = layout.views(cache)
+        self.paged = None if self.views is None else PagedLayer(*self.views)
 
     def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write `keys` and `values` ([n, kv_heads, head_dim], keys rotated) to `slots` ([n] int64)."""
-        self._attention.impl.do_kv_cache_update(
-            self._attention, keys.contiguous(), values.contiguous(), self._cache, slots
-        )
+        """Write `keys` and `values` ([n, kv_heads, head_dim], keys rotated) to `slots` ([n] int64).
+
+        Rows may lie apart, as they do in the output of a projection that makes queries, keys and values at once.
+        """
+        keys, values = _heads_together(keys), _heads_together(values)
+        self._attention.impl.do_kv_cache_update(self._attention, keys, values, self._cache, slots)
 
     def read(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (rotated) and values at `slots` ([n] int64), each [n, kv_heads, head_dim]."""
         return self._layout.read(self._cache, slots)
+
+
+def _heads_together(rows: torch.Tensor) -> torch.Tensor:
+    """The same [n, kv_heads, head_dim] with the heads of a row one after another, as the engine's kernels take it."""
+    return rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from cacheblend.kernels.place_rows import StagedRows, place_rows
+from cacheblend.kernels.place_rows import LayersPages, StoredRows, place_rows
 from cacheblend.plan import Span
 from cacheblend.relocation import rotate_keys
 from cacheblend.vllm_backend.pages import LayerPages
@@ -50,6 +52,10 @@ class PlacedSpan:
 class LayerPlacement(Protocol):
     """Writes each layer's chunk KV into the pages when a pass first comes to that layer."""
 
+    def is_due(self, layer: int) -> bool:
+        """Whether a layer up to `layer` is not written yet."""
+        ...
+
     def ensure(self, layer: int) -> None:
         """Write every layer up to `layer` that is not written yet."""
         ...
@@ -87,9 +93,13 @@ class PlainPlacement:
         self._slots = _slots(spans, device)
         self._rotation = _rotations(spans, rotary, device)
 
+    def is_due(self, layer: int) -> bool:
+        """See `LayerPlacement.is_due`."""
+        return self._next <= min(layer, len(self._pages) - 1)
+
     def ensure(self, layer: int) -> None:
         """See `LayerPlacement.ensure`."""
-        while self._next <= layer and self._next < len(self._pages):
+        while self.is_due(layer):
             self._place(self._next)
             self._next += 1
 
@@ -100,76 +110,106 @@ class PlainPlacement:
 
 
 class StagedPlacement:
-    """Copies a few layers of all chunks ahead, on a stream of its own, and has one kernel a layer place them.
+    """Places a few layers with one kernel, from the device's memory.
 
-    Where the pages are a strided view: the kernel writes through it. Two buffers take turns, so that the copies of the
-    next layers run while the layers of the other buffer are placed and computed.
+    Where the pages are strided views. Chunks on the host are copied, a few layers ahead, on a stream of its own: two
+    buffers take turns, so that the next layers arrive while those of the other buffer are placed and computed. Chunks
+    that are on the device already are read where they are.
     """
 
     def __init__(
-        self, spans: Sequence[PlacedSpan], pages: Sequence[LayerPages], rotary: RotaryTables, device: torch.device
+        self,
+        spans: Sequence[PlacedSpan],
+        pages: Sequence[LayerPages],
+        rotary: RotaryTables,
+        device: torch.device,
     ) -> None:
-        self._spans = spans
-        self._views = [page.views for page in pages]
+        self._pages = layers_pages(pages)
+        self._layers = len(pages)
+        self._rotations = rotary.all
         self._device = device
         self._next = 0
-        kv = spans[0].chunk.kv
-        row = kv.shape[3] * kv.shape[4]
-        sizes = [2 * span.span.length * row for span in spans]
-        self._offsets = [sum(sizes[:index]) * LAYERS_TOGETHER for index in range(len(sizes) + 1)]
-        self._staged = self._lay_out(row, rotary)
+        self._staged = [span for span in spans if not span.chunk.kv.is_cuda]
+        self._offsets = list(
+            accumulate((span.chunk.kv[0].numel() * LAYERS_TOGETHER for span in self._staged), initial=0)
+        )
+        self._buffers = torch.empty(2, self._offsets[-1], dtype=self._pages.keys.dtype, device=device)
+        self._rows = self._lay_out(spans)
         self._stream = torch.cuda.Stream(device)
-        self._buffers = torch.empty(2, self._offsets[-1], dtype=kv.dtype, device=device)
         self._arrived = [torch.cuda.Event(), torch.cuda.Event()]
         # The buffers may be memory that earlier work on the main stream still reads.
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        for first in (0, LAYERS_TOGETHER):
-            self._copy(first)
+        for group in (0, 1):
+            self._copy(group)
+
+    def is_due(self, layer: int) -> bool:
+        """See `LayerPlacement.is_due`."""
+        return self._next * LAYERS_TOGETHER <= min(layer, self._layers - 1)
 
     def ensure(self, layer: int) -> None:
         """See `LayerPlacement.ensure`."""
-        while self._next <= layer and self._next < len(self._views):
+        while self.is_due(layer):
             self._place(self._next)
             self._next += 1
 
-    def _place(self, layer: int) -> None:
-        turn, within = divmod(layer, LAYERS_TOGETHER)
-        if within == 0:
-            self._arrived[turn % 2].wait()
-        views = self._views[layer]
-        assert views is not None
-        place_rows(self._buffers[turn % 2], within, self._staged, *views)
-        if within == LAYERS_TOGETHER - 1:
+    def _place(self, group: int) -> None:
+        first = group * LAYERS_TOGETHER
+        count = min(LAYERS_TOGETHER, self._layers - first)
+        if self._staged:
+            self._arrived[group % 2].wait()
+        place_rows(self._buffers, self._rows, self._pages, self._rotations, group, first, count)
+        if self._staged:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            self._copy(layer + 1 + LAYERS_TOGETHER)
+            self._copy(group + 2)
 
-    def _copy(self, first: int) -> None:
-        """Start copying the layers from `first` on into the buffer whose turn it is."""
-        last = min(first + LAYERS_TOGETHER, len(self._views))
-        if first >= last:
+    def _copy(self, group: int) -> None:
+        """Start copying a group of layers into the buffer whose turn it is."""
+        first = group * LAYERS_TOGETHER
+        last = min(first + LAYERS_TOGETHER, self._layers)
+        if first >= last or not self._staged:
             return
-        turn = first // LAYERS_TOGETHER % 2
         with torch.cuda.stream(self._stream):
-            for span, start in zip(self._spans, self._offsets, strict=False):
+            for span, start in zip(self._staged, self._offsets, strict=False):
                 kv = span.chunk.kv[first:last]
-                self._buffers[turn, start : start + kv.numel()].view(kv.shape).copy_(kv, non_blocking=True)
-            self._arrived[turn].record(self._stream)
+                self._buffers[group % 2, start : start + kv.numel()].view(kv.shape).copy_(kv, non_blocking=True)
+            self._arrived[group % 2].record(self._stream)
 
-    def _lay_out(self, row: int, rotary: RotaryTables) -> StagedRows:
-        first, steps = [], []
-        for span, start in zip(self._spans, self._offsets, strict=False):
-            first.append(start + torch.arange(span.rows.start, span.rows.stop) * row)
-            steps.append(torch.full((span.length,), span.span.length * row))
-        kind_step = torch.cat(steps).to(self._device, non_blocking=True)
-        cos, sin = _rotations(self._spans, rotary, self._device)
-        return StagedRows(
-            torch.cat(first).to(self._device, non_blocking=True),
-            2 * kind_step,
-            kind_step,
-            cos.contiguous(),
-            sin.contiguous(),
-            _slots(self._spans, self._device),
-        )
+    def _lay_out(self, spans: Sequence[PlacedSpan]) -> StoredRows:
+        """One table on the host, one copy to the device."""
+        starts = iter(self._offsets)
+        base, size = self._buffers.data_ptr(), self._buffers.element_size()
+        table = np.empty((8, sum(span.length for span in spans)), dtype=np.int64)
+        filled = 0
+        for span in spans:
+            kv = span.chunk.kv
+            row, layer = kv[0, 0, 0].numel(), kv[0].numel()
+            if kv.is_cuda:
+                first, turn, group = (kv.data_ptr() - base) // size, 0, LAYERS_TOGETHER * layer
+            else:
+                first, turn, group = next(starts), self._offsets[-1], 0
+            part = table[:, filled : filled + span.length]
+            within = np.arange(span.rows.start, span.rows.stop)
+            part[0] = first + within * row
+            part[1:5] = [[turn], [group], [layer], [layer // 2]]
+            part[5] = within + span.chunk.identity.base_position
+            part[6] = within + span.span.start
+            part[7] = span.prompt.slots(torch.from_numpy(part[6])).numpy()
+            filled += span.length
+        return StoredRows(*torch.from_numpy(table).pin_memory().to(self._device, non_blocking=True))
+
+
+def layers_pages(pages: Sequence[LayerPages]) -> LayersPages:
+    """All layers' pages as the kernel takes them.
+
+    Args:
+        pages: of each layer, strided views.
+    """
+    views = [page.views for page in pages]
+    assert views[0] is not None
+    keys, values = views[0]
+    starts = [view[0].data_ptr() for view in views if view is not None]
+    offsets = [(start - starts[0]) // keys.element_size() for start in starts]
+    return LayersPages(keys, values, torch.tensor(offsets, device=keys.device))
 
 
 def _slots(spans: Sequence[PlacedSpan], device: torch.device) -> torch.Tensor:

@@ -97,20 +97,34 @@ class RowBatch:
         return torch.cat([part.positions for part in self.parts])
 
     @cached_property
+    def _on_device(self) -> torch.Tensor:
+        """[4, rows] int64, one copy to the device for all that a row is."""
+        ids = torch.cat([part.prompt.token_ids[part.positions] for part in self.parts])
+        slots = torch.cat([part.slots() for part in self.parts])
+        table = torch.stack([self.positions_cpu, ids, slots, self.prompt_index_cpu])
+        if self.device.type == "cuda":
+            table = table.pin_memory()
+        return table.to(self.device, non_blocking=True)
+
+    @property
     def positions(self) -> torch.Tensor:
         """[rows] int64."""
-        return self.positions_cpu.to(self.device, non_blocking=True)
+        return self._on_device[0]
 
-    @cached_property
+    @property
     def token_ids(self) -> torch.Tensor:
-        """[rows] int32."""
-        ids = torch.cat([part.prompt.token_ids[part.positions] for part in self.parts])
-        return ids.to(torch.int32).to(self.device, non_blocking=True)
+        """[rows] int64."""
+        return self._on_device[1]
 
-    @cached_property
+    @property
     def slots(self) -> torch.Tensor:
         """[rows] int64."""
-        return torch.cat([part.slots() for part in self.parts]).to(self.device, non_blocking=True)
+        return self._on_device[2]
+
+    @property
+    def prompt_index(self) -> torch.Tensor:
+        """[rows] int64: which part each row belongs to."""
+        return self._on_device[3]
 
     @cached_property
     def prompt_index_cpu(self) -> torch.Tensor:

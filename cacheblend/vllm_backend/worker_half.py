@@ -72,9 +72,14 @@ class WorkerHalf:
             UnsupportedModelError: if its layers are not all attention layers of one kind.
         """
         model = model_of(self._config)
+        graph_rows = 0 if self._config.model_config.enforce_eager else self._settings.graph_rows
         with torch.inference_mode():
-            forward = LayersForward(self._config, self._kv_cache_config, caches, model, self._settings.attention)
-        rotary = RotaryTables(transformers_config(self._config), forward.device)
+            forward = LayersForward(
+                self._config, self._kv_cache_config, caches, model, self._settings.attention, graph_rows
+            )
+        rotary = RotaryTables(
+            transformers_config(self._config), forward.device, self._config.model_config.max_model_len
+        )
         most_rows = self._config.scheduler_config.max_num_batched_tokens
         rows_per_step = self._settings.max_rows_per_step or most_rows
         self._forward = forward

@@ -10,46 +10,106 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheblend.kernels.place_rows import StagedRows, place_rows_torch
-from cacheblend.relocation import rotate_keys
+from cacheblend.kernels.place_rows import LayersPages, Rotations, StoredRows, place_rows_torch
+from cacheblend.relocation import rotate_keys, rotation_between
 
-LAYERS, HEADS, DIM, BLOCK = 3, 2, 16, 4
-
-
-def case(seed: int, packed: bool, dim: int = DIM):
-    """Two chunks of 5 and 7 tokens in one buffer, of which rows 1 to 4 and 0 to 6 are placed."""
-    g = torch.Generator().manual_seed(seed)
-    chunks = [torch.randn(LAYERS, 2, n, HEADS, dim, generator=g) for n in (5, 7)]
-    buffer = torch.cat([chunk.reshape(-1) for chunk in chunks])
-    rows = [torch.arange(1, 5), torch.arange(0, 6)]
-    starts = [0, chunks[0].numel()]
-    first = torch.cat([start + r * HEADS * dim for start, r in zip(starts, rows, strict=True)])
-    kind = torch.cat([torch.full((len(r),), c.shape[2] * HEADS * dim) for c, r in zip(chunks, rows, strict=True)])
-    angle = torch.randn(10, dim // 2, generator=g).repeat(1, 2)
-    slots = torch.randperm(6 * BLOCK, generator=g)[:10]
-    staged = StagedRows(first, 2 * kind, kind, angle.cos(), angle.sin(), slots)
-    cache = torch.zeros(6, HEADS, BLOCK, 2 * dim) if packed else torch.zeros(6, 2, BLOCK, HEADS, dim)
-    if packed:
-        views = (cache[..., :dim].transpose(1, 2), cache[..., dim:].transpose(1, 2))
-    else:
-        views = (cache[:, 0], cache[:, 1])
-    return chunks, rows, buffer, staged, views
+LAYERS, HEADS, DIM, BLOCK, GROUP, POSITIONS = 5, 2, 16, 4, 2, 40
+LENGTHS = (5, 7)
+ROWS = (range(1, 5), range(6))
+BASES = (3, 0)
+STARTS = (3, 11)
+"""The first chunk stays where it was encoded."""
 
 
+class Case:
+    """Two chunks, rows 1 to 4 of the first and 0 to 5 of the second; the second is on the device as a whole."""
+
+    def __init__(self, seed: int, packed: bool, dim: int = DIM, scaling: float = 1.0) -> None:
+        g = torch.Generator().manual_seed(seed)
+        self.chunks = [torch.randn(LAYERS, 2, n, HEADS, dim, generator=g) for n in LENGTHS]
+        staged, resident = self.chunks
+        per_layer = [chunk[0].numel() for chunk in self.chunks]
+        half = GROUP * per_layer[0]
+        memory = torch.zeros(2 * half + resident.numel())
+        self.buffer, memory[2 * half :] = memory[: 2 * half], resident.reshape(-1)
+        self.half = half
+        self.staged = staged
+        angle = torch.arange(POSITIONS)[:, None] * torch.rand(dim // 2, generator=g)
+        self.rotations = Rotations(scaling * angle.cos(), scaling * angle.sin(), scaling)
+        row = HEADS * dim
+        fields: list[list[int]] = [[] for _ in range(8)]
+        slots = torch.randperm(6 * BLOCK, generator=g).tolist()
+        for index, (rows, base, start) in enumerate(zip(ROWS, BASES, STARTS, strict=True)):
+            for within in rows:
+                at = (2 * half if index else 0) + within * row
+                steps = (0, GROUP * per_layer[1]) if index else (half, 0)
+                values = (
+                    at,
+                    *steps,
+                    per_layer[index],
+                    per_layer[index] // 2,
+                    base + within,
+                    start + within,
+                    slots.pop(),
+                )
+                for field, value in zip(fields, values, strict=True):
+                    field.append(value)
+        self.rows = StoredRows(*map(torch.tensor, fields))
+        shape = (6, HEADS, BLOCK, 2 * dim) if packed else (6, 2, BLOCK, HEADS, dim)
+        self.cache = torch.zeros(LAYERS, *shape)
+        layers = [
+            (c[..., :dim].transpose(1, 2), c[..., dim:].transpose(1, 2)) if packed else (c[:, 0], c[:, 1])
+            for c in self.cache
+        ]
+        self.views = layers
+        offsets = torch.arange(LAYERS) * self.cache[0].numel()
+        self.pages = LayersPages(*layers[0], offsets)
+
+    def place_all(self, place) -> None:
+        """Group after group, as the stages do: each copied into the buffer whose turn it is."""
+        for group, first in enumerate(range(0, LAYERS, GROUP)):
+            part = self.staged[first : first + GROUP]
+            turn = group % 2 * self.half
+            self.buffer[turn : turn + part.numel()] = part.reshape(-1)
+            place(self.buffer, self.rows, self.pages, self.rotations, group, first, len(part))
+
+    def expected(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys rotated by the project's own relocation, and values, of the placed rows."""
+
+        def tables(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.rotations.cos[positions].repeat(1, 2), self.rotations.sin[positions].repeat(1, 2)
+
+        rotation = rotation_between(tables, self.rows.old, self.rows.new, self.rotations.scaling)
+        keys, values = (
+            torch.cat([chunk[layer, kind, list(rows)] for chunk, rows in zip(self.chunks, ROWS, strict=True)])
+            for kind in (0, 1)
+        )
+        return rotate_keys(keys, *rotation), values
+
+
+@pytest.mark.parametrize("scaling", [1.0, 1.3])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_rows_arrive_rotated_at_their_slots_and_nothing_else_is_touched(layer, packed):
-    chunks, rows, buffer, staged, (keys, values) = case(layer, packed)
-    place_rows_torch(buffer, layer, staged, keys, values)
-    want_keys = torch.cat([chunk[layer, 0, r] for chunk, r in zip(chunks, rows, strict=True)])
-    want_values = torch.cat([chunk[layer, 1, r] for chunk, r in zip(chunks, rows, strict=True)])
-    block, offset = staged.slots // BLOCK, staged.slots % BLOCK
-    assert torch.allclose(keys[block, offset], rotate_keys(want_keys, staged.cos, staged.sin), atol=1e-6)
-    assert torch.equal(values[block, offset], want_values)
+def test_rows_arrive_rotated_at_their_slots_and_nothing_else_is_touched(packed, scaling):
+    case = Case(3, packed, scaling=scaling)
+    case.place_all(place_rows_torch)
+    block, offset = case.rows.slots // BLOCK, case.rows.slots % BLOCK
     untouched = torch.ones(6 * BLOCK, dtype=torch.bool)
-    untouched[staged.slots] = False
-    assert keys.reshape(6 * BLOCK, -1)[untouched].abs().max() == 0
-    assert values.reshape(6 * BLOCK, -1)[untouched].abs().max() == 0
+    untouched[case.rows.slots] = False
+    for layer, (keys, values) in enumerate(case.views):
+        want_keys, want_values = case.expected(layer)
+        assert torch.allclose(keys[block, offset], want_keys, atol=1e-5)
+        assert torch.equal(values[block, offset], want_values)
+        assert keys.reshape(6 * BLOCK, -1)[untouched].abs().max() == 0
+        assert values.reshape(6 * BLOCK, -1)[untouched].abs().max() == 0
+
+
+def test_a_key_that_stays_is_copied_bit_for_bit():
+    case = Case(5, packed=False)
+    case.place_all(place_rows_torch)
+    stays = case.rows.old == case.rows.new
+    assert stays.sum() == len(ROWS[0])
+    slots = case.rows.slots[stays]
+    assert torch.equal(case.views[2][0][slots // BLOCK, slots % BLOCK], case.chunks[0][2, 0, list(ROWS[0])])
 
 
 def compare_with_twin() -> None:
@@ -58,13 +118,11 @@ def compare_with_twin() -> None:
 
     for packed in (False, True):
         for dim in (16, 24):
-            _, _, buffer, staged, views = case(7, packed, dim)
-            twin = case(7, packed, dim)[4]
-            place_rows_triton(buffer, 1, staged, *views)
-            place_rows_torch(buffer, 1, staged, *twin)
-            for got, want in zip(views, twin, strict=True):
-                assert want.abs().max() > 0
-                assert (got - want).abs().max() < 1e-6
+            case, twin = Case(7, packed, dim), Case(7, packed, dim)
+            case.place_all(place_rows_triton)
+            twin.place_all(place_rows_torch)
+            assert twin.cache.abs().max() > 0
+            assert (case.cache - twin.cache).abs().max() < 1e-6
 
 
 def test_the_kernel_equals_its_twin():

@@ -86,7 +86,7 @@ def test_a_batch_is_its_parts_one_after_another(parts):
     batch = RowBatch(parts, CPU)
     assert len(batch) == sum(len(part.positions) for part in parts)
     assert batch.positions.dtype is batch.slots.dtype is torch.int64
-    assert batch.token_ids.dtype is torch.int32
+    assert batch.token_ids.dtype is torch.int64
     for index, (part, where) in enumerate(batch):
         assert part is parts[index]
         assert batch.positions[where].tolist() == positions_of(part)
