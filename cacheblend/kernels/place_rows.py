@@ -111,7 +111,8 @@ def place_rows_torch(
     block_size, heads, head_dim = pages.keys.shape[1:]
     elements = torch.arange(heads * head_dim, device=buffer.device)
     memory = buffer.as_strided((buffer.untyped_storage().nbytes() // buffer.element_size(),), (1,), 0)
-    first = buffer.storage_offset() + rows.first + group % 2 * rows.turn_step + group * rows.group_step
+    start = int(buffer.storage_offset())
+    first = start + rows.first + group % 2 * rows.turn_step + group * rows.group_step
     blocks, offsets = rows.slots // block_size, rows.slots % block_size
     cos, sin = _between(rotations, rows)
     shape = (len(first), heads, head_dim)

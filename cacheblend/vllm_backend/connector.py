@@ -124,7 +124,7 @@ class CacheBlendConnector(KVConnectorBase_V1):
         """See `KVConnectorBase_V1`."""
         return self._worker_half.take_broken_blocks()
 
-    def build_connector_worker_meta(self) -> WorkerReport | None:
+    def build_connector_worker_meta(self) -> WorkerReport:
         """See `KVConnectorBase_V1`."""
         return self._worker_half.take_report()
 

@@ -13,15 +13,20 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from cacheblend.vllm_backend.metrics import ACCOUNTS
+from cacheblend.vllm_backend.metrics import ACCOUNTS, STEP
 
 ACCOUNTS_KEPT = 4_096
 
 
 class EarlyAccounts(StatLoggerBase):
-    """Listens to the statistics; vLLM calls `record` with each step's outputs."""
+    """Listens to the statistics; vLLM calls `record` with each step's outputs.
+
+    Attributes:
+        step_id: of the step whose outputs came last; the connector counts them.
+    """
 
     def __init__(self) -> None:
+        self.step_id = 0
         self._by_id: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
     def made_by_vllm(self, vllm_config: VllmConfig, engine_index: int = 0) -> EarlyAccounts:
@@ -33,6 +38,7 @@ class EarlyAccounts(StatLoggerBase):
         """See `StatLoggerBase.record`."""
         del iteration_stats, others, more
         stats = getattr(scheduler_stats, "kv_connector_stats", None) or {}
+        self.step_id = stats.get(STEP, {}).get("", self.step_id)
         for request_id, account in stats.get(ACCOUNTS, {}).items():
             for own_id in _own_ids(request_id):
                 self._by_id[own_id] = account

@@ -55,6 +55,7 @@ class StepOrders(KVConnectorMetadata):
     """From the scheduler's half to every worker.
 
     Attributes:
+        step_id: counts the engine's steps from 1.
         loads: chunks to bring to host memory.
         evictions: chunks that leave host memory, before anything is loaded.
         blends: new blends, in the order they were admitted.
@@ -63,6 +64,7 @@ class StepOrders(KVConnectorMetadata):
         idle: whether the step computes nothing, so that a worker may wait for a load instead of turning around.
     """
 
+    step_id: int = 0
     loads: tuple[ChunkIdentity, ...] = ()
     evictions: tuple[ChunkKey, ...] = ()
     blends: tuple[BlendOrder, ...] = ()
@@ -105,6 +107,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """From the workers to the scheduler's half; `aggregate` joins the ranks'.
 
     Attributes:
+        step_id: of the orders that were carried out.
         events: each rank's store events, in order.
         transfers: each rank's finished loads.
         done: blends that ended well, as rank 0 tells; the others did the same.
@@ -112,6 +115,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         collected: each rank's answers to orders to collect, by request.
     """
 
+    step_id: int = 0
     events: list[tuple[int, StoreEvent]] = field(default_factory=list)
     transfers: list[tuple[int, TransferResult]] = field(default_factory=list)
     done: dict[str, BlendDone] = field(default_factory=dict)
@@ -125,6 +129,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         for request_id, answers in other.collected.items():
             collected.setdefault(request_id, []).extend(answers)
         return WorkerReport(
+            self.step_id,
             [*self.events, *other.events],
             [*self.transfers, *other.transfers],
             {**other.done, **self.done},

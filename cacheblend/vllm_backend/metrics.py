@@ -32,13 +32,16 @@ METRICS: dict[str, tuple[str, str | None]] = {
 """name: (what it counts, its label)."""
 
 ACCOUNTS = "accounts"
+STEP = "step"
+_NO_COUNTS = frozenset({ACCOUNTS, STEP})
 
 
 @dataclass
 class BlendStats(KVConnectorStats):
     """Counts since they were last taken: `data[name][label value]`, the label "" where a metric has none.
 
-    `data["accounts"]`, if early accounts are on, holds accounts of requests by vLLM's id instead of counts.
+    If early accounts are on, `data["accounts"]` holds accounts of requests by vLLM's id, and `data["step"]`, under "",
+    the id of the step whose tokens come with these statistics.
     """
 
     data: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -51,6 +54,10 @@ class BlendStats(KVConnectorStats):
     def tell(self, request_id: str, account: dict[str, Any]) -> None:
         """Send a request's account along."""
         self.data.setdefault(ACCOUNTS, {})[request_id] = account
+
+    def tell_step(self, step_id: int) -> None:
+        """Send the step's id along."""
+        self.data[STEP] = {"": step_id}
 
     def take(self, report: BlendReport, tracked: Tracked) -> None:
         """Count a finished request."""
@@ -76,8 +83,8 @@ class BlendStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """See `KVConnectorStats.aggregate`."""
         for name, values in other.data.items():
-            if name == ACCOUNTS:
-                self.data.setdefault(ACCOUNTS, {}).update(values)
+            if name in _NO_COUNTS:
+                self.data.setdefault(name, {}).update(values)
                 continue
             for label, amount in values.items():
                 self.count(name, label, amount)
@@ -88,7 +95,7 @@ class BlendStats(KVConnectorStats):
         return {
             f"{name}[{label}]" if label else name: round(amount, 3)
             for name, values in self.data.items()
-            if name != ACCOUNTS
+            if name not in _NO_COUNTS
             for label, amount in values.items()
             if amount
         }
@@ -138,7 +145,7 @@ class BlendPromMetrics(KVConnectorPromMetrics):
         """See `KVConnectorPromMetrics.observe`."""
         engine = self.per_engine_labelvalues[engine_idx]
         for name, values in transfer_stats_data.items():
-            if name == ACCOUNTS:
+            if name in _NO_COUNTS:
                 continue
             for label, amount in values.items():
                 own = [label] if METRICS[name][1] else []

@@ -19,6 +19,7 @@ from cacheblend.plan import BlendPlan, Policy, require_fits, require_known
 from cacheblend.protocols import BlendReport, FinishReason, StepOutput
 from cacheblend.recipes import LayerKV
 from cacheblend.sampling_params import SamplingParams
+from cacheblend.step_log import log_tokens
 from cacheblend.vllm_backend.collection import Collection, collect_tokens
 from cacheblend.vllm_backend.early_accounts import EarlyAccounts
 from cacheblend.vllm_backend.engine_arguments import kv_bytes_per_token, make_vllm_config
@@ -67,8 +68,7 @@ class VllmRunner:
         self.old_kvs: Sequence[LayerKV] | None = None
         self._sequences: dict[str, EngineSequence] = {}
         self._aborted: set[str] = set()
-        self._held: deque[list[RequestOutput]] = deque()
-        self._steps = 0
+        self._held: deque[tuple[int, list[RequestOutput]]] = deque()
         self._accounts = EarlyAccounts()
         self._process = EngineProcess(config, in_process, self._accounts)
         self._collection = Collection(self._process, collect_tokens(config), self.chunks, self._hold)
@@ -188,12 +188,15 @@ class VllmRunner:
         return sequence_id
 
     def step(self) -> StepOutput:
-        """See `ModelRunner.step`; waits for vLLM's next outputs, and returns at once where nothing runs."""
-        self._steps += 1
+        """See `ModelRunner.step`; waits for vLLM's next outputs, and returns at once where nothing runs.
+
+        Step ids are the engine's own, counted by the connector: where several steps brought nothing, ids are left out.
+        """
         finished = dict.fromkeys(self._aborted, FinishReason.ABORT)
         self._aborted.clear()
         tokens: dict[str, tuple[int, ...]] = {}
-        for output in self._held.popleft() if self._held else self._process.step():
+        step_id, outputs = self._held.popleft() if self._held else self._next_outputs()
+        for output in outputs:
             sequence = self._sequences.get(output.request_id)
             if sequence is None or sequence.finished is not None:
                 continue
@@ -201,7 +204,8 @@ class VllmRunner:
                 tokens[sequence.id] = tokens.get(sequence.id, ()) + new
             if sequence.finished is not None:
                 finished[sequence.id] = sequence.finished
-        return StepOutput(self._steps, tokens, finished)
+        log_tokens(step_id, tokens)
+        return StepOutput(step_id, tokens, finished)
 
     def report(self, sequence_id: str) -> BlendReport:
         """See `ModelRunner.report`; known from the first token on, also where the client ends the sequence itself."""
@@ -273,10 +277,15 @@ class VllmRunner:
             return OutgoingPrompt(token_ids, transfer), lambda: self._recipes.publish(identity)
         return OutgoingPrompt(token_ids, None), None
 
+    def _next_outputs(self) -> tuple[int, list[RequestOutput]]:
+        """vLLM's, and the id of the step that made them."""
+        outputs = self._process.step()
+        return self._accounts.step_id, outputs
+
     def _hold(self, outputs: list[RequestOutput]) -> None:
         """Keep what came for running requests while chunks were collected, a step's outputs for each later step."""
         if outputs:
-            self._held.append(outputs)
+            self._held.append((self._accounts.step_id, outputs))
 
     def _require_servable(self, prompt: Prompt, sampling: Sampling) -> None:
         token_ids = prompt.token_ids if isinstance(prompt, BlendPlan) else require_token_ids(prompt)

@@ -11,6 +11,7 @@ from cacheblend.errors import BlendError
 from cacheblend.plan import BlendPlan, Policy
 from cacheblend.protocols import KVCacheScheduler
 from cacheblend.selectors.given import GivenRowsSelector
+from cacheblend.step_log import log_residency
 from cacheblend.vllm_backend import namespaces
 from cacheblend.vllm_backend.arrivals import Arrival, Arrivals
 from cacheblend.vllm_backend.directory import ChunkDirectory
@@ -77,6 +78,7 @@ class SchedulerHalf:
         self._evictions: list[ChunkKey] = []
         self._blends: list[BlendOrder] = []
         self._cancels: list[str] = []
+        self._steps = 0
         self.stats = BlendStats()
 
     def on_new_request(self, request: Any) -> None:
@@ -138,7 +140,9 @@ class SchedulerHalf:
 
     def build_orders(self, output: Any) -> StepOrders:
         """What the workers do in the step that vLLM has scheduled."""
+        self._steps += 1
         orders = StepOrders(
+            self._steps,
             tuple(self._loads),
             tuple(self._evictions),
             tuple(self._blends),
@@ -152,7 +156,10 @@ class SchedulerHalf:
 
     def take_report(self, report: WorkerReport) -> None:
         """What the workers did."""
+        if self._settings.early_accounts:
+            self.stats.tell_step(report.step_id)
         for event in self._directory.follow(report.events):
+            log_residency(report.step_id, event)
             self._scheduler.on_event(event)
         for arrival in self._arrivals.take(report.transfers):
             self._take_arrival(arrival)

@@ -88,6 +88,7 @@ class WorkerHalf:
 
     def start(self, orders: StepOrders) -> None:
         """Evict, load and blend what this step asks for."""
+        self._report.step_id = orders.step_id
         for request_id in orders.cancels:
             self._cancel(request_id)
         for key in orders.evictions:
@@ -122,8 +123,8 @@ class WorkerHalf:
         broken, self._broken_blocks = self._broken_blocks, set()
         return broken
 
-    def take_report(self) -> WorkerReport | None:
-        """What the scheduler's half should know; None if nothing happened."""
+    def take_report(self) -> WorkerReport:
+        """What the scheduler's half should know of this step."""
         rank = self._ranks.shard.rank
         report, self._report = self._report, WorkerReport()
         report.transfers = [(rank, result) for result in self._prefetcher.poll()]
@@ -132,7 +133,7 @@ class WorkerHalf:
                 report.events.append((rank, self._events.get_nowait()))
             except Empty:
                 break
-        return report if report != WorkerReport() else None
+        return report
 
     def close(self) -> None:
         """Stop the transfers and give host memory back."""

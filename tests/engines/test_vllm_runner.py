@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
 import pytest
 
+from cacheblend import step_log
 from cacheblend.errors import BlendError
 from cacheblend.plan import Policy, full_prefill_plan
 from cacheblend.protocols import FinishReason, StepOutput
@@ -161,10 +163,59 @@ def test_the_policy_travels(runner, prompts, chunks):
     assert (full.mode, full.fallback_reasons) == ("full", ())
 
 
-def test_steps_count_from_one_and_an_idle_one_returns_at_once(runner):
+def test_an_idle_step_returns_at_once_with_the_last_id(runner):
     first, second = runner.step(), runner.step()
-    assert second.step_id == first.step_id + 1
+    assert second.step_id == first.step_id
     assert (second.tokens, second.finished) == ({}, {})
+
+
+def test_tokens_carry_the_engines_step_ids_each_step_one_token(runner, prompts):
+    sequence = runner.prefill(prompts.ids(40), SamplingParams(max_tokens=5, ignore_eos=True))
+    seen = []
+    while True:
+        output = runner.step()
+        seen.extend((output.step_id, tokens) for tokens in output.tokens.values())
+        if sequence in output.finished:
+            break
+    runner.release(sequence)
+    first = seen[0][0]
+    assert first > 0
+    assert [step_id for step_id, _ in seen] == list(range(first, first + 5))
+    assert all(len(tokens) == 1 for _, tokens in seen)
+
+
+class Kept(logging.Handler):
+    """Keeps what a logger is told."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__(logging.DEBUG)
+        self.records: list[logging.LogRecord] = []
+        self._logger = logger
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def __enter__(self):
+        self._logger.addHandler(self)
+        self._level = self._logger.level
+        self._logger.setLevel(logging.DEBUG)
+        return self
+
+    def __exit__(self, *_):
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._level)
+
+
+def test_residency_and_token_logs_can_be_joined_by_step(runner, prompts):
+    chunk = prompts.ids(60)
+    with Kept(step_log.RESIDENCY) as residency, Kept(step_log.TOKENS) as tokens:
+        (key,) = runner.collect([chunk], prompts.head)
+        ask(runner, prompts.plan([chunk], make_selector("none")))
+    published = [r.step_id for r in residency.records if r.key == key and r.change == "published"]
+    assert {r.tier for r in residency.records if r.key == key} >= {"host"}
+    steps = [r.step_id for r in tokens.records]
+    assert steps == sorted(steps)
+    assert 0 < min(published) < min(steps)
 
 
 def test_an_abort_is_reported_once_and_the_others_go_on(runner, prompts):
