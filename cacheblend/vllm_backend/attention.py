@@ -4,22 +4,21 @@
 batch (query length: the run; sequence length: the run's end; block table: the prompt's). KV is written for all rows
 before any attends, so the stock causal kernel applies exactly the right mask.
 
-`RowsAttention` and `ScoringAttention` use our own: the layer's attention module is called without metadata, as in
-vLLM's profiling run (KV is written, nothing is computed), and a forward hook puts the result in its place.
+`RowsAttention` and `ScoringAttention` (`scoring.py`) use our own: the layer's attention module is called without
+metadata, as in vLLM's profiling run (KV is written, nothing is computed), and a forward hook puts the result in its
+place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from cacheblend.kernels.attention_mass import attention_with_mass, hidden_keys
 from cacheblend.kernels.rows_attention import RowsAttentionPass
 from cacheblend.vllm_backend.pages import LayerPages
-from cacheblend.vllm_backend.rows import PromptRows, RowBatch
+from cacheblend.vllm_backend.rows import RowBatch
 
 
 class PassAttention(Protocol):
@@ -132,88 +131,3 @@ class RowsAttention:
         """See `PassAttention.attend`."""
         assert pages.paged is not None
         self._pass.attend(query, pages.paged, scale, out)
-
-
-class ScoringAttention:
-    """Attention that tallies what the question's rows pay to each key. The question's own KV goes to no page.
-
-    Args:
-        rows: fresh rows, and the question's rows last, of each prompt.
-        questions: where each prompt's question starts.
-        tallies: for each prompt, [question's start] float32 that attention mass is added to.
-        context: how the fresh rows attend: a strategy of our own over them alone; None if there are none, or if they
-            attend as the question does.
-    """
-
-    metadata = None
-
-    def __init__(
-        self,
-        rows: RowBatch,
-        questions: Sequence[int],
-        tallies: Sequence[torch.Tensor],
-        context: RowsAttention | None = None,
-    ) -> None:
-        self._parts = [
-            _ScoredPrompt(part, where, question, tally, rows.device)
-            for (part, where), question, tally in zip(rows, questions, tallies, strict=True)
-        ]
-        self._context = context
-        fresh = [torch.arange(len(rows))[part.fresh] for part in self._parts]
-        self._fresh_rows = torch.cat(fresh).to(rows.device)
-
-    def attend(
-        self,
-        layer: int,
-        pages: LayerPages,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-    ) -> None:
-        """See `PassAttention.attend`."""
-        if self._context is not None:
-            attended = torch.empty_like(out[self._fresh_rows])
-            self._context.attend(layer, pages, query[self._fresh_rows], key, value, scale, attended)
-            out[self._fresh_rows] = attended
-        for part in self._parts:
-            part.attend(pages, query, key, value, scale, out, own_fresh=self._context is None)
-
-
-class _ScoredPrompt:
-    """One prompt of a scoring pass: what its rows see is the same in every layer."""
-
-    def __init__(
-        self, part: PromptRows, where: slice, question: int, tally: torch.Tensor, device: torch.device
-    ) -> None:
-        context_rows = int((part.positions < question).sum())
-        self.fresh = slice(where.start, where.start + context_rows)
-        self._asking = slice(where.start + context_rows, where.stop)
-        self._tally = tally
-        self._slots = part.prompt.slots(torch.arange(question)).to(device)
-        positions = part.positions.to(device)
-        self._fresh_positions, self._asking_positions = positions[:context_rows], positions[context_rows:]
-        self._hidden = hidden_keys(self._asking_positions, question + len(self._asking_positions))
-
-    def attend(
-        self,
-        pages: LayerPages,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-        own_fresh: bool,
-    ) -> None:
-        """Fill this prompt's rows of `out`, the fresh ones only if `own_fresh`, and add to its tally."""
-        keys, values = pages.read(self._slots)
-        if own_fresh and len(self._fresh_positions):
-            out[self.fresh] = attention_with_mass(query[self.fresh], keys, values, self._fresh_positions, scale)[0]
-        asking = self._asking
-        if len(self._asking_positions):
-            keys = torch.cat([keys, key[asking]])
-            values = torch.cat([values, value[asking]])
-            attended = attention_with_mass(query[asking], keys, values, self._asking_positions, scale, self._hidden)
-            out[asking], mass = attended
-            self._tally += mass[: len(self._tally)]

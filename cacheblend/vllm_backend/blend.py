@@ -25,7 +25,6 @@ from cacheblend.protocols import BlendReport
 from cacheblend.reports import note_blend
 from cacheblend.selectors.base import Candidates, Evidence
 from cacheblend.selectors.selection import RowSelection
-from cacheblend.vllm_backend.attention import ScoringAttention
 from cacheblend.vllm_backend.forward import LayersForward
 from cacheblend.vllm_backend.hidden import Hidden
 from cacheblend.vllm_backend.messages import BlendDone, BlendOrder
@@ -33,6 +32,7 @@ from cacheblend.vllm_backend.placement import PlacedSpan, place_layers
 from cacheblend.vllm_backend.ranks import Ranks
 from cacheblend.vllm_backend.rotary import RotaryTables
 from cacheblend.vllm_backend.rows import PromptPages, PromptRows, RowBatch, slices
+from cacheblend.vllm_backend.scoring import QuestionTally, ScoringAttention
 from cacheblend.vllm_backend.stage_times import StageTimes
 from kvstore.chunk import ChunkKV
 from kvstore.errors import ChunkUnavailable, UnavailableReason
@@ -55,7 +55,7 @@ class _Prompt:
     bytes_loaded: dict[str, int]
     selection: RowSelection | None = None
     rows: PromptRows | None = None
-    tally: torch.Tensor | None = None
+    tally: QuestionTally | None = None
 
     def fresh(self) -> torch.Tensor:
         """[n] int64 fresh rows that are still to be computed."""
@@ -174,7 +174,8 @@ class BlendBatch:
         parts = []
         for prompt in prompts:
             question = prompt.plan.question
-            prompt.tally = torch.zeros(question.start, dtype=torch.float32, device=self.forward.device)
+            heads, device = self.forward.kv_heads, self.forward.device
+            prompt.tally = QuestionTally(prompt.pages, question.start, question.end, heads, device)
             positions = torch.cat([prompt.fresh(), torch.arange(question.start, question.end)])
             parts.append(PromptRows(prompt.pages, positions, positions < question.start))
         for piece in slices(parts, self.most_rows):
@@ -182,14 +183,10 @@ class BlendBatch:
             members = [prompts[index] for index, _ in piece]
             tallies = [prompt.tally for prompt in members if prompt.tally is not None]
             with times.stage("score"):
-                questions = [prompt.plan.question.start for prompt in members]
-                attention = ScoringAttention(rows, questions, tallies, self.forward.context_attention(rows, questions))
+                attention = ScoringAttention(rows, tallies)
                 hidden = self.forward.embed(rows)
                 self.forward.run(0, self.forward.num_layers, hidden, rows, attention, place, attend_last=True)
             yield len(rows)
-        for prompt in prompts:
-            assert prompt.tally is not None
-            prompt.tally = self.ranks.sum(prompt.tally)
 
     def _recompute(
         self, prompts: Sequence[_Prompt], place: Callable[[int], None], times: StageTimes
@@ -226,7 +223,7 @@ class BlendBatch:
         if prompt.plan.reused:
             scores = None
             if prompt.tally is not None:
-                scores = prompt.tally.cpu()[Candidates.of_plan(prompt.plan).positions]
+                scores = self.ranks.sum(prompt.tally.mass.sum(0)).cpu()[Candidates.of_plan(prompt.plan).positions]
                 # The scoring pass has computed the rows before the first reused one for good.
                 fresh = fresh[fresh > prompt.plan.reused[0].start]
             prompt.selection = RowSelection(

@@ -6,7 +6,7 @@ under a forward context of our own. On a GPU, passes of few rows replay CUDA gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -94,17 +94,6 @@ class LayersForward:
     def attention(self, rows: RowBatch) -> PassAttention:
         """The attention of a pass over `rows`."""
         return RowsAttention(rows) if self.kernel == "rows" else RunsAttention(rows, self._builder)
-
-    def context_attention(self, rows: RowBatch, questions: Sequence[int]) -> RowsAttention | None:
-        """Our kernel for those rows of each part that come before its question; None without them or the kernel."""
-        if self.kernel != "rows":
-            return None
-        context = [
-            part.cut(0, int((part.positions < question).sum()))
-            for part, question in zip(rows.parts, questions, strict=True)
-        ]
-        context = [part for part in context if len(part.positions)]
-        return RowsAttention(RowBatch(context, self.device)) if context else None
 
     def embed(self, rows: RowBatch) -> Hidden:
         """The rows' embeddings."""

@@ -1,0 +1,372 @@
+"""Attention of a question with its tally: three Triton kernels and their launcher.
+
+The query heads that share a kv head are packed beside the rows into one list of query vectors, row by row, so that
+each key is read once for all of them. Keys are counted in blocks, first those of the context, then the question's own.
+
+1. A program attends from a tile of query vectors to one part of the blocks, and leaves an unnormalised sum, its
+   running maximum and its denominator.
+2. The parts are merged in key order into the output, and into each vector's maximum and inverse denominator.
+3. A program takes one block of the context's keys, recomputes every query vector's weight on them from those two, and
+   adds them up. It alone writes its part of the mass, in one order: repeated calls give the same bits.
+"""
+
+# Kernels take pointers and numbers that only Triton types.
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from cacheblend.kernels.pages import PagedLayer
+from cacheblend.kernels.scoring_attention import ScoringPlan
+
+MERGE_VECTORS = 16
+
+# Finite, so that a part in which a vector sees no key yields a weight of 0 when merged, and never a NaN.
+_UNSEEN = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def _vectors(base, offsets, live, dims, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """Load [n, BLOCK_D] elements at `offsets`; zeros beyond the head, and where `live` is false if that may be."""
+    if MASKED:
+        found = tl.load(base + offsets, mask=live[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    elif BLOCK_D == HEAD_DIM:
+        found = tl.load(base + offsets)
+    else:
+        found = tl.load(base + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    return found
+
+
+@triton.jit
+def _page_offsets(at, live, table, block_stride, slot_stride, dims, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr):
+    """[n, BLOCK_D] offsets of the context's positions `at`."""
+    blocks = tl.load(table + at // BLOCK_SIZE, mask=live, other=0) if MASKED else tl.load(table + at // BLOCK_SIZE)
+    return (blocks.to(tl.int64) * block_stride + at % BLOCK_SIZE * slot_stride)[:, None] + dims[None, :]
+
+
+@triton.jit
+def _fold(total, peak, weighted, products, value, log2_scale):
+    """Take a block of keys into an online softmax in base 2; `products` are not scaled yet."""
+    new_peak = tl.maximum(peak, tl.max(products, 1) * log2_scale)
+    weights = tl.exp2(products * log2_scale - new_peak[:, None])
+    fade = tl.exp2(peak - new_peak)
+    total = total * fade + tl.sum(weights, 1)
+    weighted = weighted * fade[:, None]
+    weighted = tl.dot(weights.to(value.dtype), value, weighted, input_precision="ieee")
+    return total, new_peak, weighted
+
+
+@triton.jit
+def _attend_context(
+    total,
+    peak,
+    weighted,
+    query,
+    begin,
+    end,
+    table,
+    keys,
+    values,
+    block_stride,
+    slot_stride,
+    log2_scale,
+    dims,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Continue an online softmax over the context's keys from `begin` to `end`."""
+    for start in range(begin, end, BLOCK_N):
+        at = start + tl.arange(0, BLOCK_N)
+        live = at < end
+        offsets = _page_offsets(at, live, table, block_stride, slot_stride, dims, BLOCK_SIZE, MASKED)
+        key = _vectors(keys, offsets, live, dims, HEAD_DIM, BLOCK_D, MASKED)
+        products = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if MASKED:
+            products = tl.where(live[None, :], products, _UNSEEN)
+        # What lies beyond the end was never written: a weight of 0 would not silence a NaN there.
+        value = _vectors(values, offsets, live, dims, HEAD_DIM, BLOCK_D, MASKED)
+        total, peak, weighted = _fold(total, peak, weighted, products, value, log2_scale)
+    return total, peak, weighted
+
+
+@triton.jit
+def _attend_own(
+    total,
+    peak,
+    weighted,
+    query,
+    places,
+    begin,
+    end,
+    keys,
+    values,
+    key_stride,
+    value_stride,
+    log2_scale,
+    dims,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Continue an online softmax over the question's own keys from `begin` to `end`, each vector up to its place."""
+    for start in range(begin, end, BLOCK_N):
+        at = start + tl.arange(0, BLOCK_N)
+        live = at < end
+        key = _vectors(keys, at[:, None] * key_stride + dims[None, :], live, dims, HEAD_DIM, BLOCK_D, True)
+        products = tl.dot(query, tl.trans(key), input_precision="ieee")
+        products = tl.where(at[None, :] <= places[:, None], products, _UNSEEN)
+        value = _vectors(values, at[:, None] * value_stride + dims[None, :], live, dims, HEAD_DIM, BLOCK_D, True)
+        total, peak, weighted = _fold(total, peak, weighted, products, value, log2_scale)
+    return total, peak, weighted
+
+
+# Sizes differ from request to request, and where a table or a row begins: none of them shall compile a kernel again.
+_VARYING = ["vectors", "own", "context", "parts", "table", "mass", "mass_stride"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _attend_kernel(
+    sums,
+    stats,
+    query,
+    own_keys,
+    own_values,
+    keys,
+    values,
+    table,
+    vectors,
+    own,
+    context,
+    log2_scale,
+    query_row_stride,
+    query_head_stride,
+    own_key_stride,
+    own_key_head_stride,
+    own_value_stride,
+    own_value_head_stride,
+    block_stride,
+    slot_stride,
+    kv_head_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_heads, parts = tl.num_programs(1), tl.num_programs(2)
+    vector = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    used = vector < vectors
+    row = vector // GROUP
+    offsets = row.to(tl.int64) * query_row_stride + (kv_head * GROUP + vector % GROUP) * query_head_stride
+    q = _vectors(query, offsets[:, None] + dims[None, :], used, dims, HEAD_DIM, BLOCK_D, True)
+    # Vectors beyond the last stand where it stands.
+    places = own - vectors // GROUP + tl.minimum(row, vectors // GROUP - 1)
+
+    reach = own - vectors // GROUP + tl.minimum(tile * BLOCK_M + BLOCK_M - 1, vectors - 1) // GROUP + 1
+    context_blocks = tl.cdiv(context, BLOCK_N)
+    blocks = context_blocks + tl.cdiv(reach, BLOCK_N)
+    first = blocks * part // parts
+    last = blocks * (part + 1) // parts
+
+    begin = tl.minimum(first * BLOCK_N, context)
+    end = tl.minimum(last * BLOCK_N, context)
+    clear_end = tl.maximum(end // BLOCK_N * BLOCK_N, begin)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    peak = tl.full([BLOCK_M], _UNSEEN, tl.float32)
+    weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    keys += kv_head.to(tl.int64) * kv_head_stride
+    values += kv_head.to(tl.int64) * kv_head_stride
+    total, peak, weighted = _attend_context(
+        total, peak, weighted, q, begin, clear_end, table, keys, values,
+        block_stride, slot_stride, log2_scale, dims,
+        HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, False,
+    )  # fmt: skip
+    total, peak, weighted = _attend_context(
+        total, peak, weighted, q, clear_end, end, table, keys, values,
+        block_stride, slot_stride, log2_scale, dims,
+        HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, True,
+    )  # fmt: skip
+    total, peak, weighted = _attend_own(
+        total, peak, weighted, q, places,
+        tl.maximum(first - context_blocks, 0) * BLOCK_N,
+        tl.minimum(tl.maximum(last - context_blocks, 0) * BLOCK_N, reach),
+        own_keys + kv_head * own_key_head_stride, own_values + kv_head * own_value_head_stride,
+        own_key_stride, own_value_stride, log2_scale, dims,
+        HEAD_DIM, BLOCK_D, BLOCK_N,
+    )  # fmt: skip
+
+    place = (part * kv_heads + kv_head).to(tl.int64) * vectors + vector
+    tl.store(stats + place, peak, mask=used)
+    tl.store(stats + (parts + 1) * (kv_heads * vectors).to(tl.int64) + place, total, mask=used)
+    filled = used[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(sums + place[:, None] * HEAD_DIM + dims[None, :], weighted, mask=filled)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _merge_kernel(
+    out,
+    sums,
+    stats,
+    vectors,
+    parts,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MERGE_M: tl.constexpr,
+):
+    kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
+    vector = tl.program_id(0) * MERGE_M + tl.arange(0, MERGE_M)
+    dims = tl.arange(0, BLOCK_D)
+    used = vector < vectors
+    filled = used[:, None] & (dims < HEAD_DIM)[None, :]
+    place = kv_head.to(tl.int64) * vectors + vector
+    plane = kv_heads.to(tl.int64) * vectors
+    peaks = stats + place
+    totals = peaks + (parts + 1) * plane
+
+    peak = tl.full([MERGE_M], _UNSEEN, tl.float32)
+    for part in range(parts):
+        peak = tl.maximum(peak, tl.load(peaks + part * plane, mask=used, other=_UNSEEN))
+    # Vectors beyond the last divide nothing by one.
+    total = tl.where(used, 0.0, 1.0)
+    weighted = tl.zeros([MERGE_M, BLOCK_D], tl.float32)
+    for part in range(parts):
+        weight = tl.exp2(tl.load(peaks + part * plane, mask=used, other=_UNSEEN) - peak)
+        total += weight * tl.load(totals + part * plane, mask=used, other=0.0)
+        at = part * plane + place
+        part_sums = tl.load(sums + at[:, None] * HEAD_DIM + dims[None, :], mask=filled, other=0.0)
+        weighted += weight[:, None] * part_sums
+
+    tl.store(peaks + parts * plane, peak, mask=used)
+    tl.store(totals + parts * plane, 1.0 / total, mask=used)
+    head = kv_head * GROUP + vector % GROUP
+    out_at = out + ((vector // GROUP).to(tl.int64) * (kv_heads * GROUP) + head) * HEAD_DIM
+    tl.store(out_at[:, None] + dims[None, :], (weighted / total[:, None]).to(out.dtype.element_ty), mask=filled)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _tally_kernel(
+    mass,
+    stats,
+    query,
+    keys,
+    table,
+    vectors,
+    context,
+    parts,
+    log2_scale,
+    query_row_stride,
+    query_head_stride,
+    block_stride,
+    slot_stride,
+    kv_head_stride,
+    mass_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_VECTORS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    kv_head = tl.program_id(1)
+    at = tl.program_id(0) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+    live = at < context
+    dims = tl.arange(0, BLOCK_D)
+    offsets = _page_offsets(at, live, table, block_stride, slot_stride, dims, BLOCK_SIZE, True)
+    key = _vectors(keys + kv_head.to(tl.int64) * kv_head_stride, offsets, live, dims, HEAD_DIM, BLOCK_D, True)
+    query += kv_head.to(tl.int64) * GROUP * query_head_stride
+    plane = tl.num_programs(1).to(tl.int64) * vectors
+    peaks = stats + parts * plane + kv_head * vectors
+    shares = peaks + (parts + 1) * plane
+
+    paid = tl.zeros([BLOCK_KEYS], tl.float32)
+    for start in range(0, vectors, BLOCK_VECTORS):
+        vector = start + tl.arange(0, BLOCK_VECTORS)
+        used = vector < vectors
+        row_offsets = (vector // GROUP).to(tl.int64) * query_row_stride + vector % GROUP * query_head_stride
+        q = _vectors(query, row_offsets[:, None] + dims[None, :], used, dims, HEAD_DIM, BLOCK_D, True)
+        peak = tl.load(peaks + vector, mask=used, other=0.0)
+        share = tl.load(shares + vector, mask=used, other=0.0)
+        products = tl.dot(key, tl.trans(q), input_precision="ieee")
+        # The maximum goes off before the denominator comes in: one difference of large numbers, exact where it counts.
+        paid += tl.sum(tl.exp2(products * log2_scale - peak[None, :]) * share[None, :], 1)
+
+    mass += kv_head.to(tl.int64) * mass_stride
+    tl.store(mass + at, tl.load(mass + at, mask=live, other=0.0) + paid, mask=live)
+
+
+def score_attention_triton(
+    query: torch.Tensor,
+    own_keys: torch.Tensor,
+    own_values: torch.Tensor,
+    layer: PagedLayer,
+    block_table: torch.Tensor,
+    scale: float,
+    mass: torch.Tensor,
+    plan: ScoringPlan,
+) -> torch.Tensor:
+    """Launch the kernels; the tally only where there is a context.
+
+    Args:
+        query: [rows, heads, head_dim], last stride 1; at least one row.
+        own_keys: [own, kv_heads, head_dim], last stride 1.
+        own_values: as `own_keys`, with strides of its own.
+        layer: paged keys and values.
+        block_table: [max_blocks] int32.
+        scale: factor on the scores, above 0.
+        mass: [kv_heads, context] float32, last stride 1; added to in place.
+        plan: made for these sizes, on the query's device.
+
+    Returns:
+        [rows, heads, head_dim] contiguous, of the query's dtype.
+    """
+    kv_heads, vectors, parts, dim = plan.kv_heads, plan.vectors, plan.parts, plan.head_dim
+    attend, tally = plan.attend, plan.tally
+    shape = {"GROUP": plan.heads // kv_heads, "HEAD_DIM": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
+    log2_scale = scale * math.log2(math.e)
+    strides = query.stride()[:2]
+    page_strides = layer.keys.stride()[:3]
+    out = torch.empty(plan.query_shape, dtype=query.dtype, device=query.device)
+    sums = torch.empty((parts, kv_heads, vectors, dim), dtype=torch.float32, device=query.device)
+    # Maxima of every part and of the whole, then denominators of every part and the inverse one of the whole.
+    stats = torch.empty((2 * (parts + 1), kv_heads, vectors), dtype=torch.float32, device=query.device)
+    _attend_kernel[(triton.cdiv(vectors, attend.block_m), kv_heads, parts)](
+        sums, stats, query, own_keys, own_values, layer.keys, layer.values, block_table,
+        vectors, plan.own, plan.context, log2_scale,
+        *strides, *own_keys.stride()[:2], *own_values.stride()[:2], *page_strides,
+        **shape,
+        BLOCK_M=attend.block_m,
+        BLOCK_N=attend.block_n,
+        BLOCK_SIZE=layer.block_size,
+        num_warps=attend.num_warps,
+        num_stages=attend.num_stages,
+        maxnreg=attend.max_registers,
+    )  # fmt: skip
+    _merge_kernel[(triton.cdiv(vectors, MERGE_VECTORS), kv_heads)](
+        out, sums, stats, vectors, parts,
+        **shape,
+        MERGE_M=MERGE_VECTORS,
+    )  # fmt: skip
+    if plan.context:
+        _tally_kernel[(triton.cdiv(plan.context, tally.block_m), kv_heads)](
+            mass, stats, query, layer.keys, block_table, vectors, plan.context, parts, log2_scale,
+            *strides, *page_strides, mass.stride(0),
+            **shape,
+            BLOCK_KEYS=tally.block_m,
+            BLOCK_VECTORS=tally.block_n,
+            BLOCK_SIZE=layer.block_size,
+            num_warps=tally.num_warps,
+            num_stages=tally.num_stages,
+        )  # fmt: skip
+    return out
