@@ -14,7 +14,7 @@ SETUP := $(VENV)/.ready
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-matrix soak serve-check lint format bench eval-musique eval-retrieval clean
+.PHONY: help setup demo test test-slow test-matrix soak serve-check lint format bench bench-scheduling eval-musique eval-retrieval clean
 
 help: ## Say what each target does.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -59,6 +59,9 @@ format: $(SETUP) ## Put the code into its style.
 
 bench: $(SETUP) ## Measure time to first token: full prefill against blended arms, side by side.
 	$(BIN)/python -m eval.latency
+
+bench-scheduling: $(SETUP) ## Measure what the chunk scheduler takes of a decode step, with 10 to 100,000 chunks.
+	$(BIN)/python -m eval.scheduling
 
 eval-musique: $(SETUP) ## Measure fidelity on the invented questions, into results/; DATA=FILE for others.
 	$(BIN)/python -m eval.musique $(if $(DATA),--data $(DATA))

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from cacheblend.engine import BlendEngine
 from cacheblend.protocols import ModelRunner
+from cacheblend.scheduling.chunk_scheduler import ChunkScheduler
 from cacheblend.scheduling.delegated_scheduler import DelegatedScheduler, NoAdvice
-from cacheblend.scheduling.lookahead_predictor import LookAheadPredictor
-from cacheblend.scheduling.lru_scheduler import LruScheduler
+from cacheblend.scheduling.predictor_process import ProcessPredictor
+from kvstore.tiers import Tier
 from kvstore.transfer import ThreadPrefetcher
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ RUNNING_AT_A_TIME = 256
 def make_engine(runner: ModelRunner, store: ChunkStore) -> BlendEngine:
     """An engine over a runner.
 
-    One that schedules for itself gets every request as it stands. Any other one gets an LRU scheduler over the store's
-    host budget, a look-ahead predictor, and loads on threads.
+    One that schedules for itself gets every request as it stands. Any other one gets a chunk scheduler over the store's
+    host budget, a predictor in its own process, and loads on threads.
 
     Args:
         runner: runs the model; it reads and writes `store`, or the folder that `store` looks into.
@@ -32,8 +33,8 @@ def make_engine(runner: ModelRunner, store: ChunkStore) -> BlendEngine:
         return BlendEngine(
             runner, store, DelegatedScheduler(), NoAdvice(), ThreadPrefetcher(store), max_running=RUNNING_AT_A_TIME
         )
-    scheduler = LruScheduler(store.host_budget_bytes)
-    engine = BlendEngine(runner, store, scheduler, LookAheadPredictor(), ThreadPrefetcher(store))
+    scheduler = ChunkScheduler({Tier.HOST: store.host_budget_bytes})
+    engine = BlendEngine(runner, store, scheduler, ProcessPredictor(), ThreadPrefetcher(store))
     # After the engine follows the store: a chunk that is put in between is then in both, and entered once.
     scheduler.take_over(store.records())
     return engine

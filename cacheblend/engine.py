@@ -39,7 +39,7 @@ from kvstore.errors import UnavailableReason
 from kvstore.events import StoreEvent
 from kvstore.key import ChunkIdentity, ChunkKey
 from kvstore.tiers import Tier
-from kvstore.transfer import AsyncPrefetcher, TransferResult
+from kvstore.transfer import AsyncPrefetcher, TransferOrder, TransferResult
 
 if TYPE_CHECKING:
     from kvstore.pins import PinHandle
@@ -111,7 +111,7 @@ class BlendEngine:
         self._loading: dict[str, _Request] = {}
         self._running: dict[str, _Request] = {}
         self._ended: list[RequestOutcome] = []
-        self._flying: dict[ChunkKey, ChunkIdentity] = {}
+        self._flying: dict[tuple[ChunkKey, Tier], ChunkIdentity] = {}
         # Store events arrive on the prefetcher's threads; the scheduler belongs to this one.
         self._events: queue.SimpleQueue[StoreEvent] = queue.SimpleQueue()
         self._unsubscribe = store.subscribe(self._events.put)
@@ -135,9 +135,10 @@ class BlendEngine:
             raise BlendError(f"Request id '{request.request_id}' is in use; give each request its own.")
         require_fits(request.plan.length, request.sampling.max_tokens, self._runner.max_model_len)
         self._waiting[request.request_id] = _Request(request, submitted or time.perf_counter(), request.plan)
-        self._observe(QuestionQueued(request.request_id, request.plan.chunks))
-        if request.candidates:
-            self._observe(CandidatesSeen(request.request_id, request.candidates))
+        hints = request.hints
+        self._observe(QuestionQueued(request.request_id, request.plan.chunks, hints.session_id))
+        if hints.candidates:
+            self._observe(CandidatesSeen(request.request_id, hints.candidates))
 
     def abort(self, request_id: str) -> None:
         """End a request now, whatever it is doing; unknown ones are let be."""
@@ -174,6 +175,8 @@ class BlendEngine:
             self._finish(self._running.pop(request_id), FinishReason.ABORT, BlendReport())
         self._unsubscribe()
         self._prefetcher.close()
+        if self._predictor is not None:
+            self._predictor.close()
 
     def _follow_store(self) -> None:
         while True:
@@ -189,13 +192,13 @@ class BlendEngine:
             state.plan, state.reason = admission.plan, admission.reason
             state.pins = self._store.pin(state.plan.keys)
             self._evict(admission.evictions)
-            self._start_transfers(admission.loads)
+            self._start_transfers((*admission.loads, *admission.promotions))
             # Chunks that another request or advice has started are waited for as well.
-            state.loading = self._flying.keys() & set(state.plan.keys)
+            state.loading = {key for key in state.plan.keys if (key, Tier.HOST) in self._flying}
             self._loading[state.id] = state
 
     def _promote(self) -> None:
-        """Act on advice: bring what will probably be wanted to the host, within the budget."""
+        """Act on advice: bring what will probably be wanted nearer, within the budgets."""
         decision: SchedulerStep = self._scheduler.step(self._advice())
         self._evict(decision.evictions)
         self._start_transfers(decision.promotions)
@@ -219,14 +222,14 @@ class BlendEngine:
         logger.exception("the predictor failed; the engine goes on without advice")
         self._predictor = None
 
-    def _start_transfers(self, chunks: tuple[ChunkIdentity, ...]) -> None:
-        self._flying.update((chunk.key, chunk) for chunk in chunks)
-        self._prefetcher.start(chunks)
+    def _start_transfers(self, orders: tuple[TransferOrder, ...]) -> None:
+        self._flying.update(((order.chunk.key, order.target), order.chunk) for order in orders)
+        self._prefetcher.start(orders)
 
     def _evict(self, evictions: Iterable[Eviction]) -> None:
         for eviction in evictions:
-            self._store.evict(eviction.key, Tier.HOST)
-            logger.debug("chunk %s leaves host memory: %s", eviction.key[:12], eviction.reason)
+            self._store.evict(eviction.key, eviction.tier)
+            logger.debug("chunk %s leaves %s: %s", eviction.key[:12], eviction.tier, eviction.reason)
         self._follow_store()
 
     def _wait_for_transfers(self) -> None:
@@ -236,21 +239,25 @@ class BlendEngine:
 
     def _take_transfers(self, results: Iterable[TransferResult]) -> None:
         for result in results:
-            chunk = self._flying.pop(result.key, None)
-            if not result.ok and chunk is not None:
-                self._note_failure(chunk, result.reason)
-            for state in self._loading.values():
-                if result.key in state.loading:
-                    state.loading.discard(result.key)
-                    self._apply(state, result)
+            chunk = self._flying.pop((result.key, result.target), None)
+            if chunk is not None and (not result.ok or result.tier_from is result.target):
+                self._note_not_brought(chunk, result)
+            if result.target is Tier.HOST:
+                self._tell_those_who_wait(result)
         self._follow_store()
 
-    def _note_failure(self, chunk: ChunkIdentity, reason: UnavailableReason | None) -> None:
-        """Tell the scheduler whether the chunk is gone or only did not come this time."""
-        if reason in _SOUND or self._store.lookup(chunk) is not None:
-            self._scheduler.on_not_loaded(chunk.key)
+    def _note_not_brought(self, chunk: ChunkIdentity, result: TransferResult) -> None:
+        """Tell the scheduler whether the chunk is gone, or only did not come this time, or was there already."""
+        if result.ok or result.reason in _SOUND or self._store.lookup(chunk) is not None:
+            self._scheduler.on_not_loaded(chunk.key, result.target)
         else:
             self._scheduler.on_unavailable(chunk.key)
+
+    def _tell_those_who_wait(self, result: TransferResult) -> None:
+        for state in self._loading.values():
+            if result.key in state.loading:
+                state.loading.discard(result.key)
+                self._apply(state, result)
 
     @staticmethod
     def _apply(state: _Request, result: TransferResult) -> None:
@@ -268,7 +275,9 @@ class BlendEngine:
             state.started = time.perf_counter()
             del self._loading[state.id]
             try:
-                self._runner.prefill(state.plan, state.request.sampling, state.id, state.request.policy)
+                self._runner.prefill(
+                    state.plan, state.request.sampling, state.id, state.request.policy, state.request.hints
+                )
             except BlendError as error:
                 state.error = error
                 self._finish(state, FinishReason.ERROR, BlendReport())

@@ -16,10 +16,12 @@ from cacheblend.plan import BlendPlan, Policy
 from cacheblend.sampling_params import SamplingParams
 from kvstore.events import StoreEvent
 from kvstore.key import ChunkIdentity, ChunkKey
-from kvstore.transfer import AsyncPrefetcher
+from kvstore.tiers import Tier
+from kvstore.transfer import AsyncPrefetcher, TransferOrder
 
 if TYPE_CHECKING:
     from cacheblend.metadata import CacheFuseMetadata
+    from cacheblend.scheduling.cost_model import CostModel
 
 __all__ = [
     "Admission",
@@ -31,6 +33,7 @@ __all__ = [
     "FinishReason",
     "KVCacheScheduler",
     "ModelRunner",
+    "PrefillHints",
     "QuestionFinished",
     "QuestionQueued",
     "QuestionStarted",
@@ -38,6 +41,7 @@ __all__ = [
     "SpeculativePredictor",
     "StepOutput",
     "TokensGenerated",
+    "TransferOrder",
 ]
 
 
@@ -93,6 +97,19 @@ class BlendReport:
     fallback_reasons: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillHints:
+    """What helps to guess which chunks will be wanted next; no answer depends on it.
+
+    Attributes:
+        session_id: the conversation a prompt belongs to, None outside of one.
+        candidates: chunks the retriever nearly picked, best first.
+    """
+
+    session_id: str | None = None
+    candidates: tuple[ChunkIdentity, ...] = ()
+
+
 class ModelRunner(Protocol):
     """Runs the model and nothing else. Not thread-safe: one thread drives it."""
 
@@ -138,6 +155,7 @@ class ModelRunner(Protocol):
         sampling: SamplingParams,
         sequence_id: str | None = None,
         policy: Policy = Policy.BLEND,
+        hints: PrefillHints | None = None,
     ) -> str:
         """Queue a prompt; the next step prefills it.
 
@@ -147,6 +165,7 @@ class ModelRunner(Protocol):
             sequence_id: a name for it; a new one by default.
             policy: how the plan is to be served by a runner that schedules for itself; for any other one a scheduler
                 has applied it to the plan already.
+            hints: for a runner that schedules for itself; others have no use for them.
 
         Returns:
             The sequence's id, `sequence_id` if given.
@@ -184,10 +203,11 @@ class ModelRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QuestionQueued:
-    """A question joined the queue; its chunks in the order they will be used."""
+    """A question joined the queue; its chunks in the order they will be used, and the conversation it belongs to."""
 
     request_id: str
     chunks: tuple[ChunkIdentity, ...]
+    session_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,48 +264,62 @@ class SpeculativePredictor(Protocol):
         ...
 
     def advice(self, limit: int) -> list[Advice]:
-        """The newest advice, most confident first, `limit` pieces at most; never blocks."""
+        """Advice that is new or has changed, most confident first, `limit` pieces at most; never blocks.
+
+        Confidence 0 takes a piece back.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds, processes included. Closing again does nothing."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """A chunk that must leave host memory, and why."""
+    """A chunk that must leave a memory tier, and why. What it has in other tiers stays."""
 
     key: ChunkKey
     reason: str
+    tier: Tier = Tier.HOST
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
     """A scheduler's decision about one request, fixed when it is admitted.
 
+    Evictions come first, then loads and promotions.
+
     Attributes:
         plan: the effective plan.
-        loads: chunks to be brought to host memory before the prefill.
+        loads: what is brought to host memory; the prefill waits for it.
         evictions: chunks that must leave first.
         reason: why the whole request is prefilled though blending was asked for; None otherwise.
+        promotions: what is brought to the GPU; nobody waits for it.
     """
 
     plan: BlendPlan
-    loads: tuple[ChunkIdentity, ...]
+    loads: tuple[TransferOrder, ...]
     evictions: tuple[Eviction, ...]
     reason: str | None = None
+    promotions: tuple[TransferOrder, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStep:
-    """What to move besides what requests need: chunks to promote on advice, and to evict for them."""
+    """What to move besides what requests need: chunks that must leave first, and chunks to promote on advice."""
 
-    promotions: tuple[ChunkIdentity, ...] = ()
+    promotions: tuple[TransferOrder, ...] = ()
     evictions: tuple[Eviction, ...] = ()
 
 
 class KVCacheScheduler(Protocol):
     """Decides what is promoted, evicted, loaded or recomputed, under byte budgets. Moves no bytes itself.
 
-    Its catalogue of chunks follows the store's events. The work of a call is proportional to the chunks it names,
-    never to the number of chunks in the catalogue.
+    Its catalogue of chunks follows the store's events. The work of a call is proportional to the chunks it names and
+    the chunks it moves, times the logarithm of how many there are; never to the number of chunks, pins or loads.
+    A decision counts from when it is made: what is to leave a tier is not there any more, and what is to come takes
+    its room. Whoever carries decisions out keeps their order.
     """
 
     def on_event(self, event: StoreEvent) -> None:
@@ -304,8 +338,11 @@ class KVCacheScheduler(Protocol):
         """A load failed: the chunk is not published any more."""
         ...
 
-    def on_not_loaded(self, key: ChunkKey) -> None:
-        """A load was given up although the chunk is sound; its room is free again."""
+    def on_not_loaded(self, key: ChunkKey, target: Tier = Tier.HOST) -> None:
+        """A load to `target` ended without bringing the chunk although it is sound; its room is free again.
+
+        It was given up, or the chunk was there already.
+        """
         ...
 
     def release(self, request_id: str) -> None:
@@ -313,7 +350,26 @@ class KVCacheScheduler(Protocol):
         ...
 
     def step(self, advice: Sequence[Advice]) -> SchedulerStep:
-        """Turn advice into promotions that fit the budget beside everything pinned."""
+        """Turn advice into promotions that fit the budgets beside everything pinned.
+
+        Advice holds until it is given again; with confidence 0 it is taken back. Also evicts what a smaller
+        budget has no room for, as pins go.
+        """
+        ...
+
+    def set_budget(self, tier: Tier, nbytes: int) -> tuple[Eviction, ...]:
+        """Change the byte budget of a memory tier from now on.
+
+        Returns:
+            What must leave for it now. What is pinned or on its way leaves with later steps.
+
+        Raises:
+            BlendError: for a cold tier or a negative budget.
+        """
+        ...
+
+    def calibrate(self, costs: CostModel) -> None:
+        """Decide by measured costs from now on; what is in a memory tier already keeps the cost it came with."""
         ...
 
     def pinned(self) -> int:

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 from cacheblend.errors import BlendError
 from cacheblend.plan import BlendPlan, Policy
-from cacheblend.protocols import BlendReport, FinishReason
+from cacheblend.protocols import BlendReport, FinishReason, PrefillHints
 from cacheblend.sampling_params import SamplingParams
-from kvstore.key import ChunkIdentity
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +19,14 @@ class EngineRequest:
         plan: the prompt; its reused segments name published chunks.
         policy: full, blend or auto.
         sampling: decoding parameters.
-        candidates: chunks the retriever nearly picked, best first; advice for the predictor only.
+        hints: for the predictor.
     """
 
     request_id: str
     plan: BlendPlan
     policy: Policy = Policy.BLEND
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    candidates: tuple[ChunkIdentity, ...] = ()
+    hints: PrefillHints = field(default_factory=PrefillHints)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,16 +22,18 @@ from cacheblend.protocols import (
     KVCacheScheduler,
     ModelRunner,
     PredictorEvent,
+    PrefillHints,
     SchedulerStep,
     SpeculativePredictor,
     StepOutput,
 )
 from cacheblend.sampling_params import SamplingParams
+from cacheblend.scheduling.cost_model import CostModel
 from kvstore.errors import UnavailableReason
 from kvstore.events import StoreEvent
 from kvstore.key import ChunkIdentity, ChunkKey
 from kvstore.tiers import Tier
-from kvstore.transfer import TransferResult
+from kvstore.transfer import TransferOrder, TransferResult
 
 VOCABULARY = 1000
 
@@ -114,6 +116,7 @@ class FakeRunner(ModelRunner):
         sampling: SamplingParams | None = None,
         sequence_id: str | None = None,
         policy: Policy = Policy.BLEND,
+        hints: PrefillHints | None = None,
     ) -> str:
         """See `ModelRunner.prefill`."""
         sampling = sampling or SamplingParams()
@@ -193,28 +196,35 @@ class FakeScheduler(KVCacheScheduler):
     Args:
         missing: chunks it makes fresh, each with the reason.
         evictions: chunks it evicts with the next admission.
-        promotions: chunks it promotes at the next step, whatever the advice.
+        promotions: what it promotes at the next step, whatever the advice.
+        after_use: what it promotes with the next admission.
 
     Attributes:
         events, admitted, released, unavailable, not_loaded, advice: what it was told, in order.
+        budgets: the budgets it was given, the latest of each tier.
+        costs: the costs it was given last.
     """
 
     def __init__(
         self,
         missing: Mapping[ChunkKey, str] | None = None,
         evictions: Iterable[Eviction] = (),
-        promotions: Iterable[ChunkIdentity] = (),
+        promotions: Iterable[TransferOrder] = (),
+        after_use: Iterable[TransferOrder] = (),
     ) -> None:
         self._missing = missing or {}
         self._evictions = tuple(evictions)
         self._promotions = tuple(promotions)
+        self._after_use = tuple(after_use)
         self._asked: set[ChunkKey] = set()
         self._pins: Counter[str] = Counter()
         self.events: list[StoreEvent] = []
         self.admitted: list[str] = []
         self.released: list[str] = []
         self.unavailable: list[ChunkKey] = []
-        self.not_loaded: list[ChunkKey] = []
+        self.not_loaded: list[tuple[ChunkKey, Tier]] = []
+        self.budgets: dict[Tier, int] = {}
+        self.costs: CostModel | None = None
         self.advice: list[tuple[Advice, ...]] = []
 
     def on_event(self, event: StoreEvent) -> None:
@@ -229,18 +239,19 @@ class FakeScheduler(KVCacheScheduler):
         self.admitted.append(request_id)
         wanted = {i.key: i for i in (span.segment.identity for span in plan.reused) if i is not None}
         self._pins[request_id] = len(wanted)
-        loads = tuple(identity for key, identity in wanted.items() if key not in self._asked)
+        loads = tuple(TransferOrder(chunk, Tier.HOST) for key, chunk in wanted.items() if key not in self._asked)
         self._asked.update(wanted)
         evictions, self._evictions = self._evictions, ()
-        return Admission(plan, loads, evictions)
+        after_use, self._after_use = self._after_use, ()
+        return Admission(plan, loads, evictions, None, after_use)
 
     def on_unavailable(self, key: ChunkKey) -> None:
         """Note the chunk."""
         self.unavailable.append(key)
 
-    def on_not_loaded(self, key: ChunkKey) -> None:
-        """Note the chunk."""
-        self.not_loaded.append(key)
+    def on_not_loaded(self, key: ChunkKey, target: Tier = Tier.HOST) -> None:
+        """Note the chunk and where it did not come."""
+        self.not_loaded.append((key, target))
 
     def release(self, request_id: str) -> None:
         """See `KVCacheScheduler.release`."""
@@ -252,6 +263,15 @@ class FakeScheduler(KVCacheScheduler):
         self.advice.append(tuple(advice))
         promotions, self._promotions = self._promotions, ()
         return SchedulerStep(promotions)
+
+    def set_budget(self, tier: Tier, nbytes: int) -> tuple[Eviction, ...]:
+        """Note the budget."""
+        self.budgets[tier] = nbytes
+        return ()
+
+    def calibrate(self, costs: CostModel) -> None:
+        """Note the costs."""
+        self.costs = costs
 
     def pinned(self) -> int:
         """See `KVCacheScheduler.pinned`."""
@@ -288,7 +308,8 @@ class FakePrefetcher(AsyncPrefetcher):
         nbytes: bytes each transfer is said to have moved.
 
     Attributes:
-        started: chunks in the order they were started, each once while in flight.
+        started: chunks in the order they were started, each once a target while in flight.
+        orders: the same with their targets.
         waits: the longest time of each `wait`, None where there was no limit.
         closed: whether `close` was called.
     """
@@ -302,27 +323,30 @@ class FakePrefetcher(AsyncPrefetcher):
         self._by_itself = by_itself
         self._failures = failures or {}
         self._nbytes = nbytes
-        self._flying: dict[ChunkKey, None] = {}
-        self._unpolled: dict[ChunkKey, TransferResult] = {}
-        self._latest: dict[ChunkKey, TransferResult] = {}
+        self._flying: dict[tuple[ChunkKey, Tier], None] = {}
+        self._unpolled: dict[tuple[ChunkKey, Tier], TransferResult] = {}
+        self._latest: dict[tuple[ChunkKey, Tier], TransferResult] = {}
         self.started: list[ChunkKey] = []
+        self.orders: list[TransferOrder] = []
         self.waits: list[float | None] = []
         self.closed = False
 
-    def start(self, identities: Sequence[ChunkIdentity]) -> None:
+    def start(self, orders: Sequence[TransferOrder]) -> None:
         """See `AsyncPrefetcher.start`."""
-        for identity in identities:
-            if identity.key not in self._flying:
-                self._flying[identity.key] = None
-                self.started.append(identity.key)
+        for order in orders:
+            if (order.chunk.key, order.target) not in self._flying:
+                self._flying[order.chunk.key, order.target] = None
+                self.started.append(order.chunk.key)
+                self.orders.append(order)
 
-    def finish(self, key: ChunkKey) -> None:
+    def finish(self, key: ChunkKey, target: Tier = Tier.HOST) -> None:
         """End a transfer: well, or as `failures` says."""
         reason = self._failures.get(key)
         if reason is None:
-            self._end(TransferResult(key, True, None, self._nbytes, 0.0, Tier.DISK))
+            source = Tier.DISK if target is Tier.HOST else Tier.HOST
+            self._end(TransferResult(key, True, None, self._nbytes, 0.0, source, target))
         else:
-            self._end(TransferResult(key, False, reason, 0, 0.0, None))
+            self._end(TransferResult.failed(key, reason, target))
 
     def poll(self) -> list[TransferResult]:
         """See `AsyncPrefetcher.poll`."""
@@ -331,21 +355,24 @@ class FakePrefetcher(AsyncPrefetcher):
         self._unpolled.clear()
         return finished
 
-    def wait(self, keys: Sequence[ChunkKey], timeout_s: float | None) -> dict[ChunkKey, TransferResult]:
+    def wait(
+        self, keys: Sequence[ChunkKey], timeout_s: float | None, *, target: Tier = Tier.HOST
+    ) -> dict[ChunkKey, TransferResult]:
         """See `AsyncPrefetcher.wait`; returns at once in any case."""
         self.waits.append(timeout_s)
-        self._finish_by_itself([key for key in keys if key in self._flying])
-        return {key: self._latest[key] for key in keys if key in self._latest and key not in self._flying}
+        self._finish_by_itself([(key, target) for key in keys if (key, target) in self._flying])
+        ended = [key for key in keys if (key, target) in self._latest and (key, target) not in self._flying]
+        return {key: self._latest[key, target] for key in ended}
 
     def wait_any(self, timeout_s: float) -> None:
         """See `AsyncPrefetcher.wait_any`; returns at once in any case."""
         self.waits.append(timeout_s)
 
-    def cancel(self, key: ChunkKey) -> bool:
+    def cancel(self, key: ChunkKey, *, target: Tier = Tier.HOST) -> bool:
         """See `AsyncPrefetcher.cancel`; a transfer that has not ended has not begun."""
-        if key not in self._flying:
+        if (key, target) not in self._flying:
             return False
-        self._end(TransferResult(key, False, UnavailableReason.CANCELLED, 0, 0.0, None))
+        self._end(TransferResult.failed(key, UnavailableReason.CANCELLED, target))
         return True
 
     def in_flight(self) -> int:
@@ -354,16 +381,17 @@ class FakePrefetcher(AsyncPrefetcher):
 
     def close(self) -> None:
         """See `AsyncPrefetcher.close`."""
-        for key in list(self._flying):
-            self.cancel(key)
+        for key, target in list(self._flying):
+            self.cancel(key, target=target)
         self.closed = True
 
-    def _finish_by_itself(self, keys: Iterable[ChunkKey]) -> None:
+    def _finish_by_itself(self, flights: Iterable[tuple[ChunkKey, Tier]]) -> None:
         if self._by_itself:
-            for key in keys:
-                self.finish(key)
+            for key, target in flights:
+                self.finish(key, target)
 
     def _end(self, result: TransferResult) -> None:
-        del self._flying[result.key]
-        self._latest[result.key] = result
-        self._unpolled[result.key] = result
+        flight = (result.key, result.target)
+        del self._flying[flight]
+        self._latest[flight] = result
+        self._unpolled[flight] = result

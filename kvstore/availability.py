@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from kvstore.errors import UnavailableReason
 from kvstore.events import EventQueue, Evicted, Published
-from kvstore.host import HostTier
 from kvstore.index import ChunkIndex, IndexEntry
 from kvstore.key import ChunkIdentity, ChunkKey, ShardLayout, content_digest
+from kvstore.memory import MemoryTier
 from kvstore.tiers import ChunkRecord, Tier
 
 REASONS_KEPT = 16_384
@@ -19,13 +19,13 @@ REASONS_KEPT = 16_384
 
 
 class Availability:
-    """Chunks by the tiers that can serve them, over the host tier and what is known of the disk. Thread-safe.
+    """Chunks by the tiers that can serve them: the memory tiers, and what is known of the cold ones. Thread-safe.
 
-    A chunk on disk exists once every rank's shard does. Beside a disk the same holds for the host's copy;
+    A chunk on disk exists once every rank's shard does. Beside a disk the same holds for copies in memory;
     without one, a process vouches for its own rank.
 
     Args:
-        host: the host tier; its chunks change inside `change` only.
+        memory: the memory tiers, fastest first; their chunks come and go inside `change` only.
         events: where changes are told.
         shard: the part of every chunk that this process serves.
         has_disk: whether there is a disk tier.
@@ -33,9 +33,14 @@ class Availability:
     """
 
     def __init__(
-        self, host: HostTier, events: EventQueue, shard: ShardLayout, has_disk: bool, vouches_alone: bool = False
+        self,
+        memory: Mapping[Tier, MemoryTier],
+        events: EventQueue,
+        shard: ShardLayout,
+        has_disk: bool,
+        vouches_alone: bool = False,
     ):
-        self._host = host
+        self._memory = memory
         self._events = events
         self._shard = shard
         self._has_disk = has_disk
@@ -52,15 +57,16 @@ class Availability:
             entry = self._index.get(key)
             if entry is None:
                 return {}
-            tiers: dict[Tier, int] = {}
             complete_on_disk = shard in entry.on_disk if self._vouches_alone else entry.complete_on_disk(shard.size)
-            on_host = self._host.nbytes_of(key) if shard == self._shard else None
-            if on_host is not None and (
+            tiers: dict[Tier, int] = {}
+            if shard == self._shard and (
                 complete_on_disk or self._vouches_alone or shard.size == 1 or not self._has_disk
             ):
-                tiers[Tier.HOST] = on_host
+                tiers.update(self._in_memory(key))
             if complete_on_disk:
                 tiers[Tier.DISK] = entry.on_disk[shard]
+            if shard in entry.on_remote:
+                tiers[Tier.REMOTE] = entry.on_remote[shard]
             return tiers
 
     def records(self) -> list[ChunkRecord]:
@@ -103,12 +109,12 @@ class Availability:
             entry = self._index.get(key) or entry
             if entry is not None:
                 self._tell(entry, before, self.tiers(key))
-                if not entry.on_disk and self._host.nbytes_of(key) is None:
+                if not (entry.on_disk or entry.on_remote or self._in_memory(key)):
                     self._index.drop(key)
         self._events.deliver()
 
     def enter(self, identity: ChunkIdentity) -> None:
-        """Inside `change`: the chunk is on the host."""
+        """Inside `change`: the chunk is in a memory tier."""
         self._index.entry_for(identity)
 
     def enter_on_disk(self, identity: ChunkIdentity, shard: ShardLayout, nbytes: int) -> None:
@@ -121,6 +127,19 @@ class Availability:
         if entry is not None:
             entry.on_disk.pop(shard, None)
 
+    def enter_on_remote(self, identity: ChunkIdentity, shard: ShardLayout, nbytes: int) -> None:
+        """Inside `change`: every rank's shard of this size is on the remote, this one with `nbytes`."""
+        self._index.entry_for(identity).on_remote[shard] = nbytes
+
+    def leave_remote(self, key: ChunkKey) -> tuple[str, list[ShardLayout]]:
+        """Inside `change`: the chunk is no longer on the remote; its fingerprint and the shards that were."""
+        entry = self._index.get(key)
+        if entry is None:
+            return "", []
+        shards = list(entry.on_remote)
+        entry.on_remote.clear()
+        return entry.fingerprint, shards
+
     def remember_why_gone(self, key: ChunkKey, reason: UnavailableReason) -> None:
         """Why the chunk cannot be served, until it can be again or `REASONS_KEPT` others went after it."""
         with self._lock:
@@ -132,11 +151,17 @@ class Availability:
         with self._lock:
             return self._reasons_gone.get(key, UnavailableReason.MISSING)
 
+    def _in_memory(self, key: ChunkKey) -> dict[Tier, int]:
+        held = {tier: memory.nbytes_of(key) for tier, memory in self._memory.items()}
+        return {tier: nbytes for tier, nbytes in held.items() if nbytes is not None}
+
     def _why_none(
         self, candidates: Sequence[ChunkIdentity], fingerprint: str, token_ids: Sequence[int]
     ) -> UnavailableReason:
         entries = [self._index.get(identity.key) for identity in candidates]
-        if any(shard.size != self._shard.size for entry in entries if entry for shard in entry.on_disk):
+        if any(
+            shard.size != self._shard.size for entry in entries if entry for shard in (*entry.on_disk, *entry.on_remote)
+        ):
             return UnavailableReason.TP_LAYOUT
         for identity in candidates:
             reason = self.why_gone(identity.key)

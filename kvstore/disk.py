@@ -21,7 +21,7 @@ from kvstore.atomic import is_temp_name, sync_folder, write_atomically
 from kvstore.chunk import ChunkKV
 from kvstore.errors import ChunkUnavailable, StoreError, UnavailableReason
 from kvstore.files import ShardFile, listing, remove_file, shard_file_name, shard_files_in, size_of
-from kvstore.format import ChunkHeader, read_chunk, read_header, write_chunk
+from kvstore.format import Allocate, ChunkHeader, read_chunk, read_header, write_chunk
 from kvstore.key import ChunkIdentity, ChunkKey, ShardLayout
 from kvstore.upkeep import Problem, PruneReport
 
@@ -68,12 +68,19 @@ class DiskTier:
             reason = write_failure(error)
             raise ChunkUnavailable(identity.key, reason, f"{path.parent} does not take it: {error}") from error
 
-    def read(self, identity: ChunkIdentity, shard: ShardLayout) -> ChunkKV:
+    def read(self, identity: ChunkIdentity, shard: ShardLayout, allocate: Allocate | None = None) -> ChunkKV:
         """Read one shard of a complete chunk, verified, and count it as used.
+
+        Args:
+            identity: the chunk.
+            shard: which shard of it.
+            allocate: gives the memory that the bytes are read straight into (`kvstore.format.Allocate`).
 
         Raises:
             ChunkUnavailable: every reason of `read_chunk`; also `tp_layout` when the chunk is here in another
                 size only, and `missing` when another rank has not published its shard.
+            StoreError: `allocate` gave memory that does not fit.
+            Exception: whatever `allocate` raises.
         """
         path = self.path_of(identity.key, identity.fingerprint, shard)
         try:
@@ -81,7 +88,7 @@ class DiskTier:
         except OSError as error:
             detail = f"{path.parent} cannot be looked into: {error}"
             raise ChunkUnavailable(identity.key, UnavailableReason.UNREADABLE, detail) from error
-        chunk = read_chunk(path, identity, shard)
+        chunk = read_chunk(path, identity, shard, allocate)
         # Being read is what "recently used" means to prune; a read-only cache simply does not record it.
         with contextlib.suppress(OSError):
             os.utime(path)

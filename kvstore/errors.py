@@ -23,8 +23,10 @@ class UnavailableReason(StrEnum):
     UNREADABLE = "unreadable"
     EVICTED = "evicted"
     HOST_BUDGET = "host_budget"
+    GPU_BUDGET = "gpu_budget"
     DISK_FULL = "disk_full"
     UNWRITABLE = "unwritable"
+    UNREACHABLE = "unreachable"
     CANCELLED = "cancelled"
 
 
@@ -49,5 +51,5 @@ class ChunkUnavailable(Exception):
         return f"chunk {self.key[:12]} is unavailable ({self.reason.value}): {self.detail}"
 
 
-class HostBudgetExceeded(Exception):
-    """The host tier has no room for these bytes; something must be evicted first."""
+class BudgetExceeded(Exception):
+    """A memory tier has no room for these bytes; something must be evicted first."""

@@ -1,4 +1,4 @@
-"""What is known of the disk, in memory: chunks by key and by content. Imports no torch. Not thread-safe."""
+"""What is known of the cold tiers: chunks by key and by content. Imports no torch. Not thread-safe."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from kvstore.key import ChunkIdentity, ChunkKey, ShardLayout, content_digest
 
 @dataclass(slots=True)
 class IndexEntry:
-    """One chunk: whose it is, how many rows it has, and the KV bytes of every shard that is on disk."""
+    """One chunk: whose it is, how many rows it has, and the KV bytes of every shard on disk and on the remote.
+
+    The remote counts a shard only once every rank's is there.
+    """
 
     key: ChunkKey
     fingerprint: str
     content: bytes
     tokens: int
     on_disk: dict[ShardLayout, int] = field(default_factory=dict)
+    on_remote: dict[ShardLayout, int] = field(default_factory=dict)
 
     def complete_on_disk(self, size: int) -> bool:
         """Whether every rank of this tensor-parallel size has its shard on disk."""
@@ -25,7 +29,7 @@ class IndexEntry:
 
 
 class ChunkIndex:
-    """Chunks that are on disk or on the host, without their token ids."""
+    """Chunks that are in any tier, without their token ids."""
 
     def __init__(self) -> None:
         self._entries: dict[ChunkKey, IndexEntry] = {}

@@ -33,12 +33,15 @@ class PutReport:
     """Where a chunk was kept.
 
     `reason` says why the disk refused it (`disk_full`, `unwritable`) or, when it is kept nowhere, why not
-    (`host_budget`, `tp_layout`); None when it is on disk, or on the host of a store without a disk.
+    (`host_budget`, `tp_layout`); None when it is on disk, or anywhere in a store without a disk.
+    `remote_reason` says why the remote did not take it (`unreachable`, ...); None when it did or was not asked.
     """
 
     on_disk: bool
     on_host: bool
     reason: UnavailableReason | None
+    on_remote: bool = False
+    remote_reason: UnavailableReason | None = None
 
 
 @dataclass(frozen=True, slots=True)

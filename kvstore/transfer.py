@@ -4,66 +4,53 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from kvstore.errors import ChunkUnavailable, StoreError, UnavailableReason
 from kvstore.key import ChunkIdentity, ChunkKey
 from kvstore.tiers import Tier
+from kvstore.transfer_log import TransferLog
+from kvstore.transfer_values import TransferOrder, TransferResult
 
 if TYPE_CHECKING:
     from kvstore.store import ChunkStore
 
+__all__ = ["AsyncPrefetcher", "ThreadPrefetcher", "TransferOrder", "TransferResult"]
+
 logger = logging.getLogger(__name__)
-
-RESULTS_KEPT = 4_096
-"""Chunks whose result `wait` still knows after it was polled, those that finished last."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferResult:
-    """The end of one transfer.
-
-    Attributes:
-        key: the chunk.
-        ok: whether it is on the host now.
-        reason: why not; None when `ok`.
-        nbytes: bytes moved, 0 when it was there already or did not come.
-        seconds: wall seconds the load took, time in the queue excluded.
-        tier_from: where it came from; None when it did not come.
-    """
-
-    key: ChunkKey
-    ok: bool
-    reason: UnavailableReason | None
-    nbytes: int
-    seconds: float
-    tier_from: Tier | None
 
 
 class AsyncPrefetcher(Protocol):
-    """Moves chunks to the host in the background. It decides nothing: a scheduler says what and when."""
+    """Moves chunks between tiers in the background. It decides nothing: a scheduler says what and when.
 
-    def start(self, identities: Sequence[ChunkIdentity]) -> None:
+    What is in flight is counted by chunk and target: however many ask for one chunk in one tier, it is moved once.
+    """
+
+    def start(self, orders: Sequence[TransferOrder]) -> None:
         """Begin transfers; returns at once.
 
-        A chunk in flight is not started again; one on the host is finished at once.
+        What is in flight is not started again, and goes on if it was being called off; a chunk that is in its target
+        already is finished at once.
 
         Raises:
-            StoreError: the prefetcher is closed.
+            StoreError: the prefetcher is closed, or does not serve an order's target; nothing was begun then.
         """
         ...
 
     def poll(self) -> list[TransferResult]:
-        """Transfers finished since the last poll, the latest one of each chunk; returns at once."""
+        """Transfers finished since the last poll, the latest one of each chunk and target; returns at once.
+
+        What finished and was ordered again before it was polled is told once, when it has finished again.
+        """
         ...
 
-    def wait(self, keys: Sequence[ChunkKey], timeout_s: float | None) -> dict[ChunkKey, TransferResult]:
-        """Wait until none of these chunks is in flight, or for `timeout_s` seconds.
+    def wait(
+        self, keys: Sequence[ChunkKey], timeout_s: float | None, *, target: Tier = Tier.HOST
+    ) -> dict[ChunkKey, TransferResult]:
+        """Wait until none of these chunks is in flight to `target`, or for `timeout_s` seconds.
 
         Returns:
             The latest result of each; without those never started, those still in flight, and those polled
@@ -75,86 +62,97 @@ class AsyncPrefetcher(Protocol):
         """Wait until there is something to poll, or for `timeout_s` seconds."""
         ...
 
-    def cancel(self, key: ChunkKey) -> bool:
-        """Call off a transfer for all who asked, with result `cancelled`; False once it has begun."""
+    def cancel(self, key: ChunkKey, *, target: Tier = Tier.HOST) -> bool:
+        """Call off a transfer for all who asked; returns at once.
+
+        Its result is `cancelled`: at once if it was queued. What is under way stays in flight until its read or its
+        issued copies have ended, then gives its room back and never shows what it brought.
+
+        Returns:
+            False if it is not in flight, or called off already.
+        """
         ...
 
     def in_flight(self) -> int:
-        """Transfers queued or running."""
+        """Transfers queued or under way."""
         ...
 
     def close(self) -> None:
-        """Call off what is queued and wait for what is running. Closing again does nothing."""
+        """Call everything off and wait for what is under way. Closing again does nothing."""
         ...
 
 
+@dataclass(slots=True, eq=False)
+class _Load:
+    """One load in flight; `called_off` once nobody wants it any more, though it is being read."""
+
+    identity: ChunkIdentity
+    future: Future[None] = field(init=False)
+    called_off: bool = False
+
+
 class ThreadPrefetcher:
-    """Loads chunks from the store's disk to its host tier on threads of its own. Thread-safe.
+    """Loads chunks from the store's cold tiers to its host tier on threads of its own. Thread-safe.
 
     Args:
         store: the store.
-        threads: loads at a time.
+        threads: loads at a time; reading and checking a file leave the interpreter to other threads.
 
     Raises:
         StoreError: fewer than one thread.
     """
 
-    def __init__(self, store: ChunkStore, threads: int = 2):
+    def __init__(self, store: ChunkStore, threads: int = 4):
         if threads < 1:
             raise StoreError(f"A prefetcher with {threads} threads moves nothing; give at least 1.")
         self._store = store
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="chunk-prefetch")
         self._changed = threading.Condition()
-        self._flying: dict[ChunkKey, Future[None]] = {}
-        self._latest: dict[ChunkKey, TransferResult] = {}
-        self._unpolled: dict[ChunkKey, TransferResult] = {}
-        self._awaited: Counter[ChunkKey] = Counter()
+        self._flying: dict[ChunkKey, _Load] = {}
+        self._log = TransferLog()
         self._closed = False
 
-    def start(self, identities: Sequence[ChunkIdentity]) -> None:
-        """See `AsyncPrefetcher.start`."""
+    def start(self, orders: Sequence[TransferOrder]) -> None:
+        """See `AsyncPrefetcher.start`; serves orders to the host."""
+        for order in orders:
+            if order.target is not Tier.HOST:
+                raise StoreError(
+                    f"A ThreadPrefetcher moves to the host, not to {order.target!r}; use a CudaPrefetcher."
+                )
         with self._changed:
             if self._closed:
                 raise StoreError("The prefetcher is closed; open another one.")
-            for identity in identities:
-                key = identity.key
-                if key in self._flying:
-                    continue
-                if self._store.lookup(identity) is Tier.HOST:
-                    self._finish(TransferResult(key, True, None, 0, 0.0, Tier.HOST))
-                else:
-                    self._flying[key] = self._pool.submit(self._load, identity)
+            for order in orders:
+                self._start(order.chunk)
 
     def poll(self) -> list[TransferResult]:
         """See `AsyncPrefetcher.poll`."""
         with self._changed:
-            finished = list(self._unpolled.values())
-            self._unpolled.clear()
-            self._forget_old_results()
-            return finished
+            return self._log.poll()
 
-    def wait(self, keys: Sequence[ChunkKey], timeout_s: float | None) -> dict[ChunkKey, TransferResult]:
+    def wait(
+        self, keys: Sequence[ChunkKey], timeout_s: float | None, *, target: Tier = Tier.HOST
+    ) -> dict[ChunkKey, TransferResult]:
         """See `AsyncPrefetcher.wait`."""
-        with self._changed:
-            self._awaited.update(keys)
-            try:
-                self._changed.wait_for(lambda: self._flying.keys().isdisjoint(keys), timeout_s)
-                return {key: self._latest[key] for key in keys if key in self._latest and key not in self._flying}
-            finally:
-                self._awaited -= Counter(keys)
+        with self._changed, self._log.awaiting(keys, target):
+            self._changed.wait_for(lambda: self._flying.keys().isdisjoint(keys), timeout_s)
+            return self._log.latest([key for key in keys if key not in self._flying], target)
 
     def wait_any(self, timeout_s: float) -> None:
         """See `AsyncPrefetcher.wait_any`."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._unpolled), timeout_s)
+            self._changed.wait_for(self._log.has_unpolled, timeout_s)
 
-    def cancel(self, key: ChunkKey) -> bool:
+    def cancel(self, key: ChunkKey, *, target: Tier = Tier.HOST) -> bool:
         """See `AsyncPrefetcher.cancel`."""
         with self._changed:
-            future = self._flying.get(key)
-            if future is None or not future.cancel():
+            load = self._flying.get(key) if target is Tier.HOST else None
+            if load is None or load.called_off:
                 return False
-            self._finish(_failed(key, UnavailableReason.CANCELLED))
+            if load.future.cancel():
+                self._finish(TransferResult.failed(key, UnavailableReason.CANCELLED))
+            else:
+                load.called_off = True
             return True
 
     def in_flight(self) -> int:
@@ -166,41 +164,52 @@ class ThreadPrefetcher:
         """See `AsyncPrefetcher.close`."""
         with self._changed:
             self._closed = True
-            queued = list(self._flying)
-        for key in queued:
-            self.cancel(key)
+            for key in list(self._flying):
+                self.cancel(key)
         self._pool.shutdown(wait=True)
 
-    def _load(self, identity: ChunkIdentity) -> None:
-        result = self._load_result(identity)
+    def _start(self, identity: ChunkIdentity) -> None:
+        flying = self._flying.get(identity.key)
+        if flying is not None:
+            flying.called_off = False
+        elif self._store.lookup(identity) is Tier.HOST:
+            self._finish(TransferResult(identity.key, True, None, 0, 0.0, Tier.HOST))
+        else:
+            load = _Load(identity)
+            self._flying[identity.key] = load
+            self._log.begin(identity.key, Tier.HOST)
+            self._submit(load)
+
+    def _submit(self, load: _Load) -> None:
+        load.future = self._pool.submit(self._load, load)
+
+    def _load(self, load: _Load) -> None:
+        result = self._load_result(load.identity)
         with self._changed:
-            self._finish(result)
+            if not load.called_off:
+                self._finish(result)
+                return
+        if result.nbytes:
+            self._store.evict(result.key, Tier.HOST)
+        with self._changed:
+            if load.called_off:
+                self._finish(TransferResult.failed(result.key, UnavailableReason.CANCELLED))
+            else:
+                # Wanted again while it was being dropped.
+                self._submit(load)
 
     def _load_result(self, identity: ChunkIdentity) -> TransferResult:
         try:
             report = self._store.load(identity)
         except ChunkUnavailable as error:
-            return _failed(identity.key, error.reason)
+            return TransferResult.failed(identity.key, error.reason)
         except Exception:
             # Whatever it was, those who wait must hear of it; the chunk's rows are computed instead.
             logger.exception("loading chunk %s failed", identity.key)
-            return _failed(identity.key, UnavailableReason.UNREADABLE)
+            return TransferResult.failed(identity.key, UnavailableReason.UNREADABLE)
         return TransferResult(identity.key, True, None, report.nbytes, report.seconds, report.tier_from)
 
     def _finish(self, result: TransferResult) -> None:
         self._flying.pop(result.key, None)
-        self._latest.pop(result.key, None)
-        self._latest[result.key] = result
-        self._unpolled[result.key] = result
+        self._log.add(result)
         self._changed.notify_all()
-
-    def _forget_old_results(self) -> None:
-        """After a poll: everything that is known has been polled."""
-        excess = max(len(self._latest) - RESULTS_KEPT, 0)
-        for key in list(islice(self._latest, excess)):
-            if key not in self._awaited:
-                del self._latest[key]
-
-
-def _failed(key: ChunkKey, reason: UnavailableReason) -> TransferResult:
-    return TransferResult(key, False, reason, 0, 0.0, None)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cacheblend.plan import BlendPlan, Policy, Segment, SegmentRole, require_fits
+from cacheblend.protocols import PrefillHints
 from cacheblend.request import EngineRequest
 from cacheblend.sampling_params import SamplingParams
 from kvstore.key import ChunkIdentity
@@ -64,6 +65,7 @@ class QuestionPlanner:
         top_k: int | None = None,
         documents: Iterable[Any] | None = None,
         sampling: SamplingParams | None = None,
+        session: str | None = None,
     ) -> Prepared:
         """See `RagPipeline.prepare`."""
         # Arguments and input that are not UTF-8 come with lone surrogates, which tokenizers do not take.
@@ -82,7 +84,8 @@ class QuestionPlanner:
             segments.insert(0, Segment(SegmentRole.SYSTEM, self.template.head_ids))
         plan = BlendPlan((*segments, Segment(SegmentRole.QUESTION, question_ids)), blender)
         require_fits(plan.length, sampling.max_tokens, self.max_model_len)
-        request = EngineRequest(uuid.uuid4().hex, plan, chosen, sampling, tuple(map(self.identity, beyond)))
+        hints = PrefillHints(session, tuple(map(self.identity, beyond)))
+        request = EngineRequest(uuid.uuid4().hex, plan, chosen, sampling, hints)
         sources = tuple(Source(c.document_id, c.title, c.body, score) for c, score in found)
         return Prepared(question, request, sources, 0.0 if documents is not None else retrieval_ms)
 

@@ -216,6 +216,7 @@ class RagPipeline:
         top_k: int | None = None,
         documents: Iterable[Any] | None = None,
         sampling: SamplingParams | None = None,
+        session: str | None = None,
     ) -> Prepared:
         """Lay a question out as a plan, without running it.
 
@@ -228,6 +229,7 @@ class RagPipeline:
             top_k: chunks to retrieve.
             documents: answer from these, in this order, instead of retrieving.
             sampling: how tokens are drawn; greedy by default.
+            session: name of the conversation the question belongs to: prediction learns from what reappears in it.
 
         Raises:
             PipelineError: for an empty question, an unknown policy, or documents that are none or not a list.
@@ -243,6 +245,7 @@ class RagPipeline:
             top_k=top_k,
             documents=documents,
             sampling=sampling,
+            session=session,
         )
 
     def close(self) -> None:

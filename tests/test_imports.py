@@ -33,13 +33,19 @@ TORCH_FREE = (
     "cacheblend.sampling_params",
     "cacheblend.assembly",
     "cacheblend.scheduling.catalogue",
+    "cacheblend.scheduling.chunk_scheduler",
+    "cacheblend.scheduling.cost_model",
     "cacheblend.scheduling.delegated_scheduler",
-    "cacheblend.scheduling.lookahead_predictor",
-    "cacheblend.scheduling.lru_scheduler",
+    "cacheblend.scheduling.predictor_child",
+    "cacheblend.scheduling.predictor_process",
+    "cacheblend.scheduling.session_predictor",
+    "cacheblend.step_log",
     "cacheblend.testing",
     "cacheblend.vllm_backend.request_format",
     "cacheblend.vllm_backend.settings",
     "kvstore",
+    "kvstore.eviction",
+    "kvstore.transfer",
 )
 
 
@@ -112,8 +118,8 @@ def test_a_question_is_scheduled_and_predicted_without_torch():
 import sys
 from cacheblend.plan import BlendPlan, Policy, Segment, SegmentRole
 from cacheblend.protocols import Advice, QuestionQueued
-from cacheblend.scheduling.lookahead_predictor import LookAheadPredictor
-from cacheblend.scheduling.lru_scheduler import LruScheduler
+from cacheblend.scheduling.chunk_scheduler import ChunkScheduler
+from cacheblend.scheduling.session_predictor import SessionPredictor
 from kvstore.events import Published
 from kvstore.key import ChunkIdentity
 from kvstore.tiers import Tier
@@ -124,7 +130,7 @@ class Nothing:
 
 chunk = ChunkIdentity("m", (), (1, 2, 3))
 plan = BlendPlan((Segment(SegmentRole.CHUNK, (1, 2, 3), chunk), Segment(SegmentRole.QUESTION, (4,))), Nothing())
-scheduler, predictor = LruScheduler(100), LookAheadPredictor()
+scheduler, predictor = ChunkScheduler({Tier.GPU: 50, Tier.HOST: 100}), SessionPredictor()
 scheduler.on_event(Published(chunk.key, Tier.DISK, 10, 3))
 predictor.observe(QuestionQueued("q", (chunk,)))
 scheduler.step(predictor.advice(4))

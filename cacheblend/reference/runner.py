@@ -15,7 +15,7 @@ from cacheblend.models.fingerprint import model_fingerprint
 from cacheblend.models.loading import end_of_sequence_ids, load_model, load_tokenizer
 from cacheblend.models.support import require_supported
 from cacheblend.plan import BlendPlan, Policy, full_prefill_plan, require_fits, require_known
-from cacheblend.protocols import BlendReport, FinishReason, StepOutput
+from cacheblend.protocols import BlendReport, FinishReason, PrefillHints, StepOutput
 from cacheblend.recipes import LayerKV, plan_from_old_kvs
 from cacheblend.reference.blend import BlendedPrefill
 from cacheblend.reference.collect import ChunkCollector
@@ -140,6 +140,7 @@ class ReferenceRunner:
         sampling: SamplingParams | None = None,
         sequence_id: str | None = None,
         policy: Policy = Policy.BLEND,
+        hints: PrefillHints | None = None,
     ) -> str:
         """See `ModelRunner.prefill`; the plan says all about blending, whatever the policy was."""
         sampling = sampling or SamplingParams()

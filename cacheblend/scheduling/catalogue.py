@@ -2,55 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from kvstore.events import Evicted, Published, StoreEvent
 from kvstore.key import ChunkKey
 from kvstore.tiers import ChunkRecord, Tier
 
+Places = int
+"""The tiers a chunk is in, as the sum of their `PLACE_OF`."""
 
-@dataclass(slots=True)
-class _Entry:
-    nbytes: int
-    tiers: set[Tier] = field(default_factory=set)
+PLACE_OF: dict[Tier, Places] = {tier: 1 << index for index, tier in enumerate(Tier)}
+ON_GPU, ON_HOST, ON_DISK, ON_REMOTE = (PLACE_OF[tier] for tier in (Tier.GPU, Tier.HOST, Tier.DISK, Tier.REMOTE))
+IN_MEMORY = ON_GPU | ON_HOST
+
+Entry = tuple[int, int, Places]
+"""Bytes of KV, rows, places. A bare tuple of integers: the garbage collector stops looking at those, and so a
+collection does not take longer for every chunk that there is."""
+
+UNKNOWN: Entry = (0, 0, 0)
 
 
-class Catalogue:
-    """Follows a store's events; every call touches one chunk."""
+class Catalogue(dict[ChunkKey, Entry]):
+    """Entries by key, `UNKNOWN` for a chunk that is nowhere; every call touches one of them.
 
-    def __init__(self) -> None:
-        self._entries: dict[ChunkKey, _Entry] = {}
+    A dict itself, because it is asked for each chunk of each decision. A chunk that is in no tier is not in the
+    catalogue. Its size is what was said first.
+    """
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._entries
+    def __missing__(self, key: ChunkKey) -> Entry:
+        return UNKNOWN
 
     def enter(self, record: ChunkRecord) -> None:
-        """Take over a chunk that existed before the first event."""
-        self._entries[record.key] = _Entry(record.nbytes, set(record.tiers))
+        """Take over a chunk with all its tiers."""
+        self[record.key] = (record.nbytes, record.tokens, sum(PLACE_OF[tier] for tier in record.tiers))
 
-    def follow(self, event: StoreEvent) -> None:
-        """Apply an event."""
-        if isinstance(event, Published):
-            entry = self._entries.setdefault(event.key, _Entry(event.nbytes))
-            entry.nbytes = event.nbytes
-            entry.tiers.add(event.tier)
-        elif isinstance(event, Evicted):
-            entry = self._entries.get(event.key, _Entry(0))
-            entry.tiers.discard(event.tier)
-            if not entry.tiers:
-                self._entries.pop(event.key, None)
+    def add(self, key: ChunkKey, place: Places, nbytes: int, tokens: int) -> Entry:
+        """The chunk is in this place now: its new entry."""
+        old_nbytes, old_tokens, places = self[key]
+        entry = (old_nbytes, old_tokens, places | place) if places else (nbytes, tokens, place)
+        self[key] = entry
+        return entry
+
+    def drop(self, key: ChunkKey, place: Places) -> None:
+        """The chunk, which is known, is in this place no more."""
+        nbytes, tokens, places = self[key]
+        if places & ~place:
+            self[key] = (nbytes, tokens, places & ~place)
+        else:
+            del self[key]
 
     def forget(self, key: ChunkKey) -> None:
-        """The chunk cannot be served any more."""
-        self._entries.pop(key, None)
+        """The chunk is nowhere any more."""
+        self.pop(key, None)
 
-    def on_host(self, key: ChunkKey) -> bool:
-        """Whether the chunk is in host memory."""
-        return key in self._entries and Tier.HOST in self._entries[key].tiers
-
-    def nbytes(self, key: ChunkKey) -> int:
-        """Bytes of the chunk's KV; 0 for an unknown chunk."""
-        return self._entries[key].nbytes if key in self._entries else 0
+    def bytes_in(self, key: ChunkKey, place: Places) -> int:
+        """Bytes that the chunk takes in this place, 0 if it is not there."""
+        nbytes, _, places = self[key]
+        return nbytes if places & place else 0

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from cacheblend.errors import BlendError
 from cacheblend.plan import BlendPlan, Policy
-from cacheblend.protocols import Admission, Advice, PredictorEvent, SchedulerStep
+from cacheblend.protocols import Admission, Advice, Eviction, PredictorEvent, SchedulerStep
+from cacheblend.scheduling.cost_model import CostModel
 from kvstore.events import StoreEvent
 from kvstore.key import ChunkKey
+from kvstore.tiers import Tier
 
 
 class DelegatedScheduler:
@@ -34,7 +36,7 @@ class DelegatedScheduler:
     def on_unavailable(self, key: ChunkKey) -> None:
         """Nothing was ordered."""
 
-    def on_not_loaded(self, key: ChunkKey) -> None:
+    def on_not_loaded(self, key: ChunkKey, target: Tier = Tier.HOST) -> None:
         """Nothing was ordered."""
 
     def release(self, request_id: str) -> None:
@@ -44,6 +46,13 @@ class DelegatedScheduler:
     def step(self, advice: Sequence[Advice]) -> SchedulerStep:
         """Nothing is moved on advice."""
         return SchedulerStep()
+
+    def set_budget(self, tier: Tier, nbytes: int) -> tuple[Eviction, ...]:
+        """Nothing to keep to: the runner has its own budgets."""
+        return ()
+
+    def calibrate(self, costs: CostModel) -> None:
+        """Nothing to compare."""
 
     def pinned(self) -> int:
         """See `KVCacheScheduler.pinned`: none."""
@@ -59,3 +68,6 @@ class NoAdvice:
     def advice(self, limit: int) -> list[Advice]:
         """None."""
         return []
+
+    def close(self) -> None:
+        """Nothing is held."""

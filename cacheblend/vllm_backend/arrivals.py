@@ -1,4 +1,4 @@
-"""Chunks on their way to host memory, until every rank has told how it went."""
+"""Chunks on their way to a memory tier, until every rank has told how it went. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvstore.key import ChunkIdentity, ChunkKey
-from kvstore.transfer import TransferResult
+from kvstore.tiers import Tier
+from kvstore.transfer_values import TransferOrder, TransferResult
 
 
 @dataclass
 class Arrival:
-    """A load that all ranks have finished.
+    """A transfer that all ranks have finished.
 
     Attributes:
         chunk: which one.
+        target: the tier it was ordered to.
         failed: the first rank's result that is not ok, None if the chunk is there.
         bytes_from: bytes moved by all ranks together, by the tier they came from.
     """
 
     chunk: ChunkIdentity
+    target: Tier
     failed: TransferResult | None = None
     bytes_from: dict[str, int] = field(default_factory=dict)
 
@@ -33,34 +36,37 @@ class Arrivals:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._flying: dict[ChunkKey, tuple[ChunkIdentity, list[TransferResult]]] = {}
+        self._flying: dict[tuple[ChunkKey, Tier], tuple[ChunkIdentity, list[TransferResult]]] = {}
 
-    @property
-    def keys(self) -> set[ChunkKey]:
-        """Chunks on their way."""
-        return set(self._flying)
+    def __len__(self) -> int:
+        return len(self._flying)
 
-    def expect(self, chunks: Iterable[ChunkIdentity]) -> None:
-        """These loads are ordered."""
-        for chunk in chunks:
-            self._flying.setdefault(chunk.key, (chunk, []))
+    def awaited(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """Those of these chunks that are on their way to the host."""
+        return {key for key in keys if (key, Tier.HOST) in self._flying}
+
+    def expect(self, orders: Iterable[TransferOrder]) -> None:
+        """These transfers are ordered."""
+        for order in orders:
+            self._flying.setdefault((order.chunk.key, order.target), (order.chunk, []))
 
     def take(self, results: Iterable[tuple[int, TransferResult]]) -> list[Arrival]:
-        """The loads that these results complete."""
+        """The transfers that these results complete."""
         complete = []
         for _, result in results:
-            if result.key not in self._flying:
+            flight = (result.key, result.target)
+            if flight not in self._flying:
                 continue
-            chunk, so_far = self._flying[result.key]
+            chunk, so_far = self._flying[flight]
             so_far.append(result)
             if len(so_far) == self._ranks:
-                del self._flying[result.key]
-                complete.append(_join(chunk, so_far))
+                del self._flying[flight]
+                complete.append(_join(chunk, result.target, so_far))
         return complete
 
 
-def _join(chunk: ChunkIdentity, results: list[TransferResult]) -> Arrival:
-    arrival = Arrival(chunk, next((result for result in results if not result.ok), None))
+def _join(chunk: ChunkIdentity, target: Tier, results: list[TransferResult]) -> Arrival:
+    arrival = Arrival(chunk, target, next((result for result in results if not result.ok), None))
     for result in results:
         if result.tier_from is not None and result.nbytes:
             tier = result.tier_from.value

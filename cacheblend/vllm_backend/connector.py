@@ -14,7 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from cacheblend.scheduling.lru_scheduler import LruScheduler
+from cacheblend.scheduling.chunk_scheduler import ChunkScheduler
+from cacheblend.scheduling.predictor_process import ProcessPredictor
 from cacheblend.vllm_backend.directory import ChunkDirectory
 from cacheblend.vllm_backend.messages import StepOrders, WorkerReport
 from cacheblend.vllm_backend.metrics import BlendPromMetrics, BlendStats
@@ -27,8 +28,11 @@ from cacheblend.vllm_backend.model_identity import (
 from cacheblend.vllm_backend.planner import Planner
 from cacheblend.vllm_backend.scheduler_half import SchedulerHalf
 from cacheblend.vllm_backend.settings import ConnectorSettings, make_settings
+from cacheblend.vllm_backend.traffic import ChunkTraffic
 from cacheblend.vllm_backend.versions import require_version
 from cacheblend.vllm_backend.worker_half import WorkerHalf
+from kvstore.eviction import make_policy
+from kvstore.tiers import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -179,16 +183,20 @@ class CacheBlendConnector(KVConnectorBase_V1):
 def _make_scheduler_half(vllm_config: VllmConfig, settings: ConnectorSettings, root: Path | None) -> SchedulerHalf:
     ranks = vllm_config.parallel_config.tensor_parallel_size
     directory = ChunkDirectory(root, ranks)
-    scheduler = LruScheduler(settings.host_budget_bytes)
+    budgets = {Tier.HOST: settings.host_budget_bytes, Tier.GPU: settings.gpu_pool_bytes}
+    scheduler = ChunkScheduler(budgets, policy=lambda: make_policy(settings.eviction))
     if directory.folder is not None:
         directory.folder.subscribe(scheduler.on_event)
     scheduler.take_over(directory.records())
+    stats = BlendStats()
+    predictor = ProcessPredictor() if settings.prediction else None
+    traffic = ChunkTraffic(scheduler, directory, predictor, ranks, stats)
     config = transformers_config(vllm_config)
     bos = config.bos_token_id if isinstance(config.bos_token_id, int) else None
     planner = Planner(fingerprint_of(vllm_config), directory, settings, config.num_hidden_layers, bos)
     cache = vllm_config.cache_config
     hash_block = getattr(cache, "hash_block_size", None) or cache.block_size
-    return SchedulerHalf(settings, planner, directory, scheduler, ranks, hash_block, bool(cache.enable_prefix_caching))
+    return SchedulerHalf(settings, planner, traffic, hash_block, bool(cache.enable_prefix_caching), stats)
 
 
 def _announce(vllm_config: VllmConfig, settings: ConnectorSettings, root: Path | None) -> None:

@@ -147,6 +147,11 @@ class BlendExecutor:
         return orders
 
 
+def workspace_rows(most_rows: int, rows_per_step: int) -> int:
+    """Rows of stored KV that one batch moves at most, but for a single request that is larger."""
+    return PLACED_PER_BATCH * min(most_rows, rows_per_step)
+
+
 def rows_computed(order: BlendOrder) -> int:
     """Rows that an order will push through its first layer, estimated before any evidence is seen."""
     plan: BlendPlan = order.plan

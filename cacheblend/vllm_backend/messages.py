@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from cacheblend.plan import BlendPlan
-from cacheblend.protocols import BlendReport
+from cacheblend.protocols import BlendReport, Eviction
+from cacheblend.scheduling.cost_model import CostModel
 from cacheblend.selectors.given import LayerRows
 from kvstore.errors import UnavailableReason
 from kvstore.events import StoreEvent
 from kvstore.key import ChunkIdentity, ChunkKey
-from kvstore.transfer import TransferResult
+from kvstore.tiers import Tier
+from kvstore.transfer_values import TransferOrder, TransferResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,9 @@ class StepOrders(KVConnectorMetadata):
 
     Attributes:
         step_id: counts the engine's steps from 1.
-        loads: chunks to bring to host memory.
-        evictions: chunks that leave host memory, before anything is loaded.
+        evictions: chunks that leave a memory tier, before anything else happens.
+        budgets: new byte budgets of memory tiers, after that.
+        transfers: chunks to bring to a memory tier.
         blends: new blends, in the order they were admitted.
         cancels: requests whose blend nobody wants any more.
         collects: chunks whose KV this step completes.
@@ -65,8 +68,9 @@ class StepOrders(KVConnectorMetadata):
     """
 
     step_id: int = 0
-    loads: tuple[ChunkIdentity, ...] = ()
-    evictions: tuple[ChunkKey, ...] = ()
+    evictions: tuple[Eviction, ...] = ()
+    budgets: Mapping[Tier, int] = field(default_factory=dict)
+    transfers: tuple[TransferOrder, ...] = ()
     blends: tuple[BlendOrder, ...] = ()
     cancels: tuple[str, ...] = ()
     collects: tuple[CollectOrder, ...] = ()
@@ -109,10 +113,12 @@ class WorkerReport(KVConnectorWorkerMetadata):
     Attributes:
         step_id: of the orders that were carried out.
         events: each rank's store events, in order.
-        transfers: each rank's finished loads.
+        transfers: each rank's finished transfers.
         done: blends that ended well, as rank 0 tells; the others did the same.
         failed: blends that raised, and the error's name.
         collected: each rank's answers to orders to collect, by request.
+        budgets: the byte budgets that all ranks have now, where one was to be changed.
+        costs: what was measured at start, by the slowest rank; once.
     """
 
     step_id: int = 0
@@ -121,6 +127,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     done: dict[str, BlendDone] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     collected: dict[str, list[Collected]] = field(default_factory=dict)
+    budgets: dict[Tier, int] = field(default_factory=dict)
+    costs: CostModel | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """See `KVConnectorWorkerMetadata.aggregate`."""
@@ -135,7 +143,16 @@ class WorkerReport(KVConnectorWorkerMetadata):
             {**other.done, **self.done},
             {**other.failed, **self.failed},
             collected,
+            {tier: min(self.budgets.get(tier, n), n) for tier, n in {**self.budgets, **other.budgets}.items()},
+            _slower(self.costs, other.costs),
         )
+
+
+def _slower(one: CostModel | None, other: CostModel | None) -> CostModel | None:
+    """Of two ranks' measurements, that of the rank which computes more slowly."""
+    if one is None or other is None:
+        return one or other
+    return min(one, other, key=lambda costs: costs.prefill_rows_per_s)
 
 
 def worst_of(answers: Sequence[Collected]) -> Collected:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -18,18 +18,29 @@ from cacheblend.plan import Policy
 from cacheblend.protocols import BlendReport
 from cacheblend.vllm_backend.tracking import Tracked
 
-METRICS: dict[str, tuple[str, str | None]] = {
-    "requests": ("Finished requests that brought a plan.", "mode"),
-    "hits": ("Chunks whose stored KV was used.", None),
-    "misses": ("Chunks that were asked for and computed afresh.", "reason"),
-    "fallbacks": ("Requests prefilled whole although blending was asked for.", "reason"),
-    "bytes_loaded": ("Bytes of stored KV read, by the tier they came from.", "tier"),
-    "rows_reused": ("Rows taken from stored KV, recomputed ones included.", None),
-    "rows_recomputed": ("Of the rows taken from stored KV, those recomputed.", None),
-    "seconds": ("Seconds of blending.", "stage"),
-    "collected": ("Chunks collected.", None),
+METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "requests": ("Finished requests that brought a plan.", ("mode",)),
+    "hits": ("Chunks whose stored KV was used.", ()),
+    "misses": ("Chunks that were asked for and computed afresh.", ("reason",)),
+    "fallbacks": ("Requests prefilled whole although blending was asked for.", ("reason",)),
+    "bytes_loaded": ("Bytes of stored KV read, by the tier they came from.", ("tier",)),
+    "rows_reused": ("Rows taken from stored KV, recomputed ones included.", ()),
+    "rows_recomputed": ("Of the rows taken from stored KV, those recomputed.", ()),
+    "seconds": ("Seconds of blending.", ("stage",)),
+    "collected": ("Chunks collected.", ()),
+    "transfers": ("Chunks moved to a memory tier, by how it ended.", ("tier", "outcome")),
+    "transfer_bytes": ("Bytes of chunk KV moved to a memory tier.", ("tier",)),
+    "evictions": ("Chunks that left a tier, and why.", ("tier", "reason")),
 }
-"""name: (what it counts, its label)."""
+"""Counters. name: (what it counts, its labels)."""
+
+GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "tier_bytes": ("Bytes of chunk KV in a memory tier, transfers in flight included.", ("tier",)),
+    "tier_budget_bytes": ("Bytes of chunk KV that a memory tier may hold.", ("tier",)),
+    "transfers_in_flight": ("Chunks on their way to a memory tier.", ()),
+    "pins": ("Claims that keep chunks from being evicted.", ()),
+}
+"""Gauges. name: (what it says, its labels)."""
 
 ACCOUNTS = "accounts"
 STEP = "step"
@@ -38,7 +49,9 @@ _NO_COUNTS = frozenset({ACCOUNTS, STEP})
 
 @dataclass
 class BlendStats(KVConnectorStats):
-    """Counts since they were last taken: `data[name][label value]`, the label "" where a metric has none.
+    """Counts since they were last taken, and gauges that have changed: `data[name][label values]`.
+
+    Label values are joined by ":"; "" where a metric has none.
 
     If early accounts are on, `data["accounts"]` holds accounts of requests by vLLM's id, and `data["step"]`, under "",
     the id of the step whose tokens come with these statistics.
@@ -50,6 +63,10 @@ class BlendStats(KVConnectorStats):
         """Add to a metric of `METRICS`."""
         values = self.data.setdefault(name, {})
         values[label] = values.get(label, 0) + amount
+
+    def gauge(self, name: str, label: str, value: float) -> None:
+        """Set a gauge of `GAUGES`."""
+        self.data.setdefault(name, {})[label] = value
 
     def tell(self, request_id: str, account: dict[str, Any]) -> None:
         """Send a request's account along."""
@@ -83,7 +100,7 @@ class BlendStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """See `KVConnectorStats.aggregate`."""
         for name, values in other.data.items():
-            if name in _NO_COUNTS:
+            if name in _NO_COUNTS or name in GAUGES:
                 self.data.setdefault(name, {}).update(values)
                 continue
             for label, amount in values.items():
@@ -131,25 +148,29 @@ class BlendPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        make: Any = metric_types[Counter]
-        self._counters = {
-            name: make(
-                name=f"vllm:cacheblend_{name}",
-                documentation=text,
-                labelnames=[*labelnames, *([label] if label else [])],
-            )
-            for name, (text, label) in METRICS.items()
-        }
+        self._counters = self._made(metric_types[Counter], METRICS, labelnames)
+        self._gauges = self._made(metric_types[Gauge], GAUGES, labelnames)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """See `KVConnectorPromMetrics.observe`."""
         engine = self.per_engine_labelvalues[engine_idx]
         for name, values in transfer_stats_data.items():
-            if name in _NO_COUNTS:
-                continue
-            for label, amount in values.items():
-                own = [label] if METRICS[name][1] else []
-                self._counters[name].labels(*engine, *own).inc(amount)
+            for label, amount in values.items() if name not in _NO_COUNTS else ():
+                if name in GAUGES:
+                    self._gauges[name].labels(*engine, *_label_values(label, GAUGES[name][1])).set(amount)
+                else:
+                    self._counters[name].labels(*engine, *_label_values(label, METRICS[name][1])).inc(amount)
+
+    @staticmethod
+    def _made(make: Any, metrics: dict[str, tuple[str, tuple[str, ...]]], labelnames: list[str]) -> dict[str, Any]:
+        return {
+            name: make(name=f"vllm:cacheblend_{name}", documentation=text, labelnames=[*labelnames, *labels])
+            for name, (text, labels) in metrics.items()
+        }
+
+
+def _label_values(joined: str, names: tuple[str, ...]) -> list[str]:
+    return joined.split(":", len(names) - 1) if names else []
 
 
 def _first_word(reason: str) -> str:

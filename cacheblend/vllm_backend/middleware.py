@@ -15,7 +15,7 @@ from cacheblend.vllm_backend.request_format import (
     FORMAT_VERSION,
     PARAMS_KEY,
     BlendParams,
-    CollectParams,
+    Params,
     check_prompt,
     parse_params,
 )
@@ -125,7 +125,7 @@ def _checked(body: bytes) -> bytes | None:
     return None
 
 
-def _check_selector(params: BlendParams | CollectParams) -> None:
+def _check_selector(params: Params) -> None:
     if isinstance(params, BlendParams) and params.selector is not None:
         # Here because it loads torch, which the API server's start has no need to wait for.
         from cacheblend.selectors import make_selector

@@ -13,6 +13,7 @@ import torch
 from cacheblend.kernels.place_rows import LayersPages, StoredRows, place_rows
 from cacheblend.plan import Span
 from cacheblend.relocation import rotate_keys
+from cacheblend.vllm_backend.forward import LayersForward
 from cacheblend.vllm_backend.pages import LayerPages
 from cacheblend.vllm_backend.rotary import RotaryTables
 from cacheblend.vllm_backend.rows import PromptPages
@@ -104,8 +105,8 @@ class PlainPlacement:
             self._next += 1
 
     def _place(self, layer: int) -> None:
-        parts = [span.chunk.kv[layer, :, span.rows] for span in self._spans]
-        keys, values = torch.cat(parts, dim=1).to(self._device)
+        parts = [span.chunk.kv[layer, :, span.rows].to(self._device) for span in self._spans]
+        keys, values = torch.cat(parts, dim=1)
         self._pages[layer].write(self._slots, rotate_keys(keys, *self._rotation), values)
 
 
@@ -196,6 +197,12 @@ class StagedPlacement:
             part[7] = span.prompt.slots(torch.from_numpy(part[6])).numpy()
             filled += span.length
         return StoredRows(*torch.from_numpy(table).pin_memory().to(self._device, non_blocking=True))
+
+
+def staging_bytes(rows: int, forward: LayersForward) -> int:
+    """Bytes of the two buffers through which `rows` rows of chunks on the host come to a GPU."""
+    row = 2 * forward.kv_heads * forward.head_dim * forward.dtype.itemsize
+    return 2 * min(LAYERS_TOGETHER, forward.num_layers) * rows * row
 
 
 def layers_pages(pages: Sequence[LayerPages]) -> LayersPages:

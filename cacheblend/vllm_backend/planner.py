@@ -59,7 +59,7 @@ class Planner:
         selector = self._selector(params)
         question = params.question_index
         first_reused = next((i for i, segment in enumerate(params.segments) if segment.reuse), question)
-        head = tuple(token_ids[: bounds[first_reused][0] if params.prefix is None else params.prefix])
+        head = self._head(token_ids, params)
         fingerprint = fingerprint_in(self.fingerprint, params.namespace)
         segments = []
         for index, (segment, (start, end)) in enumerate(zip(params.segments[:question], bounds, strict=False)):
@@ -72,6 +72,20 @@ class Planner:
         start, end = bounds[question]
         segments.append(Segment(SegmentRole.QUESTION, tuple(token_ids[start:end])))
         return BlendPlan(tuple(segments), selector)
+
+    def candidates(self, token_ids: Sequence[int], params: BlendParams) -> tuple[ChunkIdentity, ...]:
+        """Those of the request's candidates that are there."""
+        head = self._head(token_ids, params)
+        fingerprint = fingerprint_in(self.fingerprint, params.namespace)
+        chunks = (self._chunk(fingerprint, ids, head) for ids in params.candidates if ids)
+        return tuple(chunk.identity for chunk in chunks if chunk.identity is not None)
+
+    def _head(self, token_ids: Sequence[int], params: BlendParams) -> tuple[int, ...]:
+        """The prefix that the request's chunks were encoded behind."""
+        if params.prefix is not None:
+            return tuple(token_ids[: params.prefix])
+        first_reused = next((i for i, segment in enumerate(params.segments) if segment.reuse), params.question_index)
+        return tuple(token_ids[: params.bounds(len(token_ids))[first_reused][0]])
 
     def _chunk(self, fingerprint: str, ids: tuple[int, ...], head: tuple[int, ...]) -> Segment:
         prefixes = dict.fromkeys([head, *([(self._bos,)] if self._bos is not None else []), ()])

@@ -7,7 +7,7 @@ from typing import Any
 
 from cacheblend.errors import BlendError
 from cacheblend.plan import BlendPlan, Policy
-from cacheblend.protocols import BlendReport
+from cacheblend.protocols import BlendReport, PrefillHints
 from cacheblend.selectors import selector_params
 from cacheblend.vllm_backend.request_format import (
     PARAMS_KEY,
@@ -37,7 +37,13 @@ class OutgoingPrompt:
     reasons: tuple[str, ...] = ()
 
 
-def outgoing(plan: BlendPlan, policy: Policy, fingerprint: str, namespace: str | None = None) -> OutgoingPrompt:
+def outgoing(
+    plan: BlendPlan,
+    policy: Policy,
+    fingerprint: str,
+    namespace: str | None = None,
+    hints: PrefillHints | None = None,
+) -> OutgoingPrompt:
     """What to send for a plan.
 
     Args:
@@ -45,6 +51,7 @@ def outgoing(plan: BlendPlan, policy: Policy, fingerprint: str, namespace: str |
         policy: of the request.
         fingerprint: of the model that serves; another model's chunks are fresh rows.
         namespace: where the plan's chunks were put.
+        hints: for prediction.
 
     Raises:
         BlendError: if the selector cannot travel.
@@ -64,6 +71,8 @@ def outgoing(plan: BlendPlan, policy: Policy, fingerprint: str, namespace: str |
         policy=policy,
         selector=chosen.pop("name", None),
         namespace=namespace,
+        session=None if hints is None else hints.session_id,
+        candidates=() if hints is None else tuple(chunk.token_ids for chunk in hints.candidates),
         **chosen,
     )
     return OutgoingPrompt(plan.token_ids, as_transfer_params(params), plan.fallback_reasons)

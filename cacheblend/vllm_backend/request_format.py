@@ -6,13 +6,14 @@ A prompt is token ids; its plan names runs of them, never keys:
      "question": 5, "policy": "blend", "selector": "chunk_head+query", "ratio": 0.15}
 
 A request that collects a chunk names the length of the prefix it is encoded behind: `{"version": 1, "collect": 64}`.
+A request changes byte budgets, where the operator lets it: `{"version": 1, "budgets": {"host": 8589934592}}`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -56,6 +57,8 @@ class BlendParams(BaseModel):
         check_layers: layers at which `deviation` drops rows.
         rows: recompute these reusable positions and no others, instead of a selector's choice (for replays).
         namespace: look only for chunks that were collected or put under this name; the model's own if None.
+        session: the conversation it belongs to; documents reappear in one, which prediction learns from.
+        candidates: token ids of chunks that the retriever nearly picked, best first; a hint for prediction.
     """
 
     model_config = _STRICT
@@ -71,6 +74,8 @@ class BlendParams(BaseModel):
     check_layers: tuple[int, ...] | None = None
     rows: tuple[int, ...] | None = None
     namespace: str | None = Field(default=None, pattern=NAMESPACE_PATTERN)
+    session: str | None = Field(default=None, min_length=1, max_length=256)
+    candidates: tuple[tuple[int, ...], ...] = ()
 
     @model_validator(mode="after")
     def _question_is_last_but_for_fresh_segments(self) -> BlendParams:
@@ -135,7 +140,24 @@ class CollectParams(BaseModel):
             )
 
 
-def parse_params(kv_transfer_params: Mapping[str, Any] | None) -> BlendParams | CollectParams | None:
+class BudgetParams(BaseModel):
+    """A request that changes byte budgets.
+
+    Attributes:
+        version: of this format.
+        budgets: bytes of chunk KV that each of these memory tiers (`host`, `gpu`) may hold from now on, of each worker.
+    """
+
+    model_config = _STRICT
+
+    version: Literal[1] = 1
+    budgets: Mapping[Literal["host", "gpu"], Annotated[int, Field(ge=0)]] = Field(min_length=1)
+
+
+Params: TypeAlias = BlendParams | CollectParams | BudgetParams
+
+
+def parse_params(kv_transfer_params: Mapping[str, Any] | None) -> Params | None:
     """What a request asks of us; None if it asks nothing.
 
     Raises:
@@ -149,7 +171,7 @@ def parse_params(kv_transfer_params: Mapping[str, Any] | None) -> BlendParams | 
     if given.get("version", FORMAT_VERSION) != FORMAT_VERSION:
         raise BlendError(f"Version {given['version']!r} of the plan is unknown; this server reads {FORMAT_VERSION}.")
     try:
-        return CollectParams(**given) if "collect" in given else BlendParams(**given)
+        return _kind_of(given)(**given)
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"])) or "plan"
@@ -157,7 +179,13 @@ def parse_params(kv_transfer_params: Mapping[str, Any] | None) -> BlendParams | 
         raise BlendError(f"The plan's '{where}' cannot be used: {message}.") from None
 
 
-def check_prompt(params: BlendParams | CollectParams, prompt_tokens: int) -> None:
+def _kind_of(given: Mapping[str, Any]) -> type[BlendParams] | type[CollectParams] | type[BudgetParams]:
+    if "collect" in given:
+        return CollectParams
+    return BudgetParams if "budgets" in given else BlendParams
+
+
+def check_prompt(params: Params, prompt_tokens: int) -> None:
     """Refuse params that do not belong to a prompt of `prompt_tokens` ids.
 
     Raises:
@@ -165,11 +193,11 @@ def check_prompt(params: BlendParams | CollectParams, prompt_tokens: int) -> Non
     """
     if isinstance(params, CollectParams):
         params.require_chunk(prompt_tokens)
-    elif params.segments:
+    elif isinstance(params, BlendParams) and params.segments:
         params.bounds(prompt_tokens)
 
 
-def as_transfer_params(params: BlendParams | CollectParams) -> dict[str, Any]:
+def as_transfer_params(params: Params) -> dict[str, Any]:
     """The form that travels: `kv_transfer_params` of a request."""
     return {PARAMS_KEY: params.model_dump(mode="json", exclude_none=True)}
 

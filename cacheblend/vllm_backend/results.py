@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from cacheblend.protocols import BlendReport
 from cacheblend.vllm_backend.request_format import FORMAT_VERSION, PARAMS_KEY
 from cacheblend.vllm_backend.tracking import Collecting, Tracked
+from kvstore.tiers import Tier
 
 
 def plan_result(tracked: Tracked, report: BlendReport, debug_rows: bool) -> dict[str, Any]:
@@ -61,3 +63,9 @@ def collect_result(collecting: Collecting) -> dict[str, Any]:
             nbytes=result.nbytes,
         )
     return {PARAMS_KEY: account}
+
+
+def budget_result(budgets: Mapping[Tier, int]) -> dict[str, Any]:
+    """The account of a request that changes byte budgets: those that hold now, in bytes."""
+    held = {tier.value: nbytes for tier, nbytes in budgets.items()}
+    return {PARAMS_KEY: {"version": FORMAT_VERSION, "budgets": held}}

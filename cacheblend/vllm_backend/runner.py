@@ -16,7 +16,7 @@ from cacheblend.errors import BlendError
 from cacheblend.metadata import CacheFuseMetadata
 from cacheblend.models.loading import end_of_sequence_ids_of_folder
 from cacheblend.plan import BlendPlan, Policy, require_fits, require_known
-from cacheblend.protocols import BlendReport, FinishReason, StepOutput
+from cacheblend.protocols import BlendReport, FinishReason, PrefillHints, StepOutput
 from cacheblend.recipes import LayerKV
 from cacheblend.sampling_params import SamplingParams
 from cacheblend.step_log import log_tokens
@@ -166,6 +166,7 @@ class VllmRunner:
         sampling: Sampling | None = None,
         sequence_id: str | None = None,
         policy: Policy = Policy.BLEND,
+        hints: PrefillHints | None = None,
     ) -> str:
         """See `ModelRunner.prefill`.
 
@@ -177,7 +178,7 @@ class VllmRunner:
         if sequence_id in self._sequences:
             raise BlendError(f"Sequence id '{sequence_id}' is in use; release it first or choose another.")
         self._require_servable(prompt, sampling)
-        sent, when_prefilled = self._outgoing(prompt, policy)
+        sent, when_prefilled = self._outgoing(prompt, policy, hints)
         try:
             self._process.add(sequence_id, sent.token_ids, vllm_sampling(sampling, self._end_ids, sent.transfer))
         except BaseException:
@@ -261,10 +262,12 @@ class VllmRunner:
         self._recipes.close()
         self.store.close()
 
-    def _outgoing(self, prompt: Prompt, policy: Policy) -> tuple[OutgoingPrompt, Callable[[], None] | None]:
+    def _outgoing(
+        self, prompt: Prompt, policy: Policy, hints: PrefillHints | None
+    ) -> tuple[OutgoingPrompt, Callable[[], None] | None]:
         """What is sent, and what is to be done once it is prefilled."""
         if isinstance(prompt, BlendPlan):
-            return outgoing(prompt, policy, self._fingerprint), None
+            return outgoing(prompt, policy, self._fingerprint, hints=hints), None
         token_ids = require_token_ids(prompt)
         if self._cache_fuse_metadata["check"]:
             self._recipes.require_folder()

@@ -3,42 +3,42 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from cacheblend.errors import BlendError
 from cacheblend.plan import BlendPlan, Policy
-from cacheblend.protocols import KVCacheScheduler
+from cacheblend.protocols import CandidatesSeen, QuestionFinished, QuestionQueued, QuestionStarted, TokensGenerated
 from cacheblend.selectors.given import GivenRowsSelector
 from cacheblend.step_log import log_residency
 from cacheblend.vllm_backend import namespaces
-from cacheblend.vllm_backend.arrivals import Arrival, Arrivals
-from cacheblend.vllm_backend.directory import ChunkDirectory
-from cacheblend.vllm_backend.messages import BlendDone, BlendOrder, CollectOrder, StepOrders, WorkerReport, worst_of
+from cacheblend.vllm_backend.arrivals import Arrival
+from cacheblend.vllm_backend.collecting import CollectRequests
+from cacheblend.vllm_backend.messages import BlendDone, BlendOrder, StepOrders, WorkerReport
 from cacheblend.vllm_backend.metrics import BlendStats
 from cacheblend.vllm_backend.namespaces import Namespaces
 from cacheblend.vllm_backend.planner import Planner
 from cacheblend.vllm_backend.request_format import (
     PARAMS_KEY,
     BlendParams,
+    BudgetParams,
     CollectParams,
+    Params,
     check_prompt,
     parse_params,
 )
-from cacheblend.vllm_backend.results import collect_result, plan_result
+from cacheblend.vllm_backend.results import budget_result, collect_result, plan_result
 from cacheblend.vllm_backend.settings import ConnectorSettings
-from cacheblend.vllm_backend.tracking import Collecting, Phase, Tracked
-from kvstore.errors import StoreError, UnavailableReason
-from kvstore.key import ChunkIdentity, ChunkKey
+from cacheblend.vllm_backend.tracking import Phase, Tracked
+from cacheblend.vllm_backend.traffic import SOUND, ChunkTraffic
+from kvstore.errors import StoreError
+from kvstore.tiers import Tier
 
 logger = logging.getLogger(__name__)
 
 ADMITTED_AHEAD = 32
 """Requests whose chunks are pinned and loaded before vLLM looks at them; later ones wait until it does."""
-
-_SOUND = frozenset({UnavailableReason.HOST_BUDGET, UnavailableReason.CANCELLED})
-"""Reasons a load did not happen although the chunk is sound: it is read through from disk."""
 
 
 class SchedulerHalf:
@@ -47,39 +47,35 @@ class SchedulerHalf:
     Args:
         settings: of the connector.
         planner: lays prompts out.
-        directory: which chunks there are.
-        scheduler: decides what is loaded and evicted.
-        ranks: tensor-parallel size.
+        traffic: decides what is moved and evicted, and follows it.
         hash_block: tokens that one hash of vLLM's prefix cache stands for.
         prefix_caching: whether vLLM's prefix cache is on.
+        stats: counts, for vLLM's metrics.
     """
 
     def __init__(
         self,
         settings: ConnectorSettings,
         planner: Planner,
-        directory: ChunkDirectory,
-        scheduler: KVCacheScheduler,
-        ranks: int,
+        traffic: ChunkTraffic,
         hash_block: int,
         prefix_caching: bool,
+        stats: BlendStats,
     ) -> None:
         self._settings = settings
         self._planner = planner
-        self._directory = directory
-        self._scheduler = scheduler
+        self._traffic = traffic
         self._hash_block = hash_block
         self._prefix_caching = prefix_caching
         self._namespaces = Namespaces()
-        self._arrivals = Arrivals(ranks)
         self._tracked: dict[str, Tracked] = {}
-        self._collecting: dict[str, Collecting] = {}
-        self._loads: list[ChunkIdentity] = []
-        self._evictions: list[ChunkKey] = []
+        self._collecting = CollectRequests()
+        self._budgets: dict[Tier, int] = {}
         self._blends: list[BlendOrder] = []
         self._cancels: list[str] = []
+        self._budget_requests: set[str] = set()
         self._steps = 0
-        self.stats = BlendStats()
+        self.stats = stats
 
     def on_new_request(self, request: Any) -> None:
         """A request joined vLLM's queue."""
@@ -131,6 +127,7 @@ class SchedulerHalf:
         if tracked is None or external == 0 or tracked.plan is None:
             return
         tracked.phase = Phase.BLENDING
+        self._traffic.observe(QuestionStarted(tracked.id))
         plan, known = tracked.plan, self._known_rows(tracked)
         if tracked.namespace is not None and self._prefix_caching:
             tracked.namespace.leader = tracked.id
@@ -141,16 +138,19 @@ class SchedulerHalf:
     def build_orders(self, output: Any) -> StepOrders:
         """What the workers do in the step that vLLM has scheduled."""
         self._steps += 1
+        self._tell_of_tokens(output)
+        evictions, transfers = self._traffic.take_orders()
         orders = StepOrders(
             self._steps,
-            tuple(self._loads),
-            tuple(self._evictions),
+            evictions,
+            dict(self._budgets),
+            transfers,
             tuple(self._blends),
             tuple(self._cancels),
-            tuple(self._collect_orders(output)),
+            tuple(self._collecting.orders(output)),
             idle=output.total_num_scheduled_tokens == 0,
         )
-        for waiting in (self._loads, self._evictions, self._blends, self._cancels):
+        for waiting in (self._budgets, self._blends, self._cancels):
             waiting.clear()
         return orders
 
@@ -158,20 +158,21 @@ class SchedulerHalf:
         """What the workers did."""
         if self._settings.early_accounts:
             self.stats.tell_step(report.step_id)
-        for event in self._directory.follow(report.events):
+        if report.costs is not None:
+            self._traffic.calibrate(report.costs)
+        for event in self._traffic.take_events(report.events):
             log_residency(report.step_id, event)
-            self._scheduler.on_event(event)
-        for arrival in self._arrivals.take(report.transfers):
+        for arrival in self._traffic.take_transfers(report.transfers):
             self._take_arrival(arrival)
+        for tier, nbytes in report.budgets.items():
+            self._traffic.set_budget(tier, nbytes)
         for request_id, done in report.done.items():
             if request_id in self._tracked:
                 self._take_done(self._tracked[request_id], done)
         for request_id, error in report.failed.items():
             if request_id in self._tracked:
                 self._take_failure(self._tracked[request_id], error)
-        for request_id, answers in report.collected.items():
-            if request_id in self._collecting:
-                self._collecting[request_id].result = worst_of(answers)
+        self._collecting.take_answers(report.collected)
 
     def finish(self, request: Any) -> dict[str, Any] | None:
         """A request ended: let go of everything it holds.
@@ -179,33 +180,40 @@ class SchedulerHalf:
         Returns:
             Its account, for the result that vLLM gives to the client; None if it asked nothing of us.
         """
-        collecting = self._collecting.pop(request.request_id, None)
+        collecting = self._collecting.finish(request)
         if collecting is not None:
             self.stats.count("collected", "", int(collecting.result is not None))
             return collect_result(collecting)
+        if request.request_id in self._budget_requests:
+            self._budget_requests.discard(request.request_id)
+            return budget_result(self._traffic.budgets())
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
         if tracked.phase is Phase.BLENDING:
             self._cancels.append(tracked.id)
         self._stop_leading(tracked)
-        self._scheduler.release(tracked.id)
+        self._traffic.release(tracked.id)
+        self._traffic.observe(QuestionFinished(tracked.id))
         report = tracked.account()
         self.stats.take(report, tracked)
         return plan_result(tracked, report, self._settings.debug_rows)
 
     def pinned(self) -> int:
         """Pins held by all requests together."""
-        return self._scheduler.pinned()
+        return self._traffic.pinned()
 
     def close(self) -> None:
-        """Let the store's folder go."""
-        self._directory.close()
+        """Let the store's folder and the predictor go."""
+        self._traffic.close()
 
-    def _enter(self, request: Any, params: BlendParams | CollectParams) -> None:
+    def _enter(self, request: Any, params: Params) -> None:
         ids = request.prompt_token_ids
+        if isinstance(params, BudgetParams):
+            self._change_budgets(request, params)
+            return
         if isinstance(params, CollectParams):
-            self._collecting[request.request_id] = Collecting(request, self._planner.chunk(ids, params))
+            self._collecting.enter(request, self._planner.chunk(ids, params))
             return
         policy = self._planner.policy(params)
         tracked = Tracked(request, request.cache_salt, policy, None, phase=Phase.PLAIN)
@@ -216,8 +224,29 @@ class SchedulerHalf:
             self._tell(tracked)
             return
         tracked.phase = Phase.PLANNED
+        self._traffic.observe(QuestionQueued(tracked.id, tracked.asked.chunks, params.session))
+        if params.candidates:
+            self._traffic.observe(CandidatesSeen(tracked.id, self._planner.candidates(ids, params)))
         if self._admitted() < ADMITTED_AHEAD:
             self._admit(tracked)
+
+    def _change_budgets(self, request: Any, params: BudgetParams) -> None:
+        """Order new byte budgets, if the operator lets requests do that; the answer says which hold afterwards."""
+        self._budget_requests.add(request.request_id)
+        if not self._settings.accept_budgets:
+            logger.warning("request %s may not change budgets: `accept_budgets` is off", request.request_id)
+            return
+        for name, nbytes in params.budgets.items():
+            tier = Tier(name)
+            self._traffic.set_budget(tier, nbytes)
+            self._budgets[tier] = nbytes
+
+    def _tell_of_tokens(self, output: Any) -> None:
+        """Tell the predictor of each token of the requests that brought a plan."""
+        for request_id in output.scheduled_cached_reqs.req_ids:
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.request.num_output_tokens:
+                self._traffic.observe(TokensGenerated(request_id, tuple(tracked.request.output_token_ids[-1:])))
 
     def _admitted(self) -> int:
         """Requests that hold pins and wait for pages."""
@@ -226,15 +255,10 @@ class SchedulerHalf:
     def _admit(self, tracked: Tracked) -> None:
         """Fix the effective plan, pin its chunks and order what is missing from host memory."""
         assert tracked.asked is not None
-        self._scheduler.release(tracked.id)
-        admission = self._scheduler.admit(tracked.id, tracked.asked, tracked.policy)
-        self._evictions.extend(eviction.key for eviction in admission.evictions)
-        self._loads.extend(admission.loads)
-        self._arrivals.expect(admission.loads)
+        self._traffic.release(tracked.id)
+        admission, tracked.waiting_for = self._traffic.admit(tracked.id, tracked.asked, tracked.policy)
         tracked.phase = Phase.ADMITTED
         tracked.reason = admission.reason
-        # Chunks that are on their way for another request are waited for as well.
-        tracked.waiting_for = self._arrivals.keys & set(admission.plan.keys)
         self._use(tracked, admission.plan)
 
     def _use(self, tracked: Tracked, plan: BlendPlan) -> None:
@@ -257,7 +281,7 @@ class SchedulerHalf:
 
     def _prefill_plainly(self, tracked: Tracked, reason: str | None = None) -> None:
         self._stop_leading(tracked)
-        self._scheduler.release(tracked.id)
+        self._traffic.release(tracked.id)
         tracked.phase = Phase.PLAIN
         tracked.reason = reason or tracked.reason
         if tracked.namespace is not None:
@@ -288,7 +312,7 @@ class SchedulerHalf:
 
     def _found_whole(self, tracked: Tracked) -> None:
         """Every row that would be blended is in the prefix cache already."""
-        self._scheduler.release(tracked.id)
+        self._traffic.release(tracked.id)
         tracked.phase = Phase.BLENDED
         if tracked.report is None and tracked.namespace is not None and tracked.namespace.report is not None:
             # Nothing was loaded or computed for this one.
@@ -298,12 +322,7 @@ class SchedulerHalf:
 
     def _take_arrival(self, arrival: Arrival) -> None:
         key, failed = arrival.chunk.key, arrival.failed
-        gone = failed is not None and failed.reason not in _SOUND
-        if gone:
-            self._scheduler.on_unavailable(key)
-            self._directory.lose(key)
-        elif failed is not None:
-            self._scheduler.on_not_loaded(key)
+        gone = failed is not None and failed.reason not in SOUND
         for tracked in list(self._tracked.values()):
             if key not in tracked.waiting_for:
                 continue
@@ -313,7 +332,7 @@ class SchedulerHalf:
                 self._use(tracked, tracked.plan.with_fresh({key: failed.reason.value}))
 
     def _take_done(self, tracked: Tracked, done: BlendDone) -> None:
-        self._scheduler.release(tracked.id)
+        self._traffic.release(tracked.id)
         namespace, plan = tracked.namespace, tracked.plan
         assert plan is not None
         assert plan.selector is not None
@@ -329,8 +348,7 @@ class SchedulerHalf:
         tracked.plan = plan.with_fresh(done.unavailable)
         self._tell(tracked)
         for key in done.unavailable:
-            self._scheduler.on_unavailable(key)
-            self._directory.lose(key)
+            self._traffic.lose(key)
         if namespace is None:
             return
         if done.unavailable:
@@ -350,31 +368,8 @@ class SchedulerHalf:
         again = "blend_failed" if tracked.report is None else "blend_failed_after_preemption"
         self._prefill_plainly(tracked, f"{again}: {error}")
 
-    def _collect_orders(self, output: Any) -> Iterable[CollectOrder]:
-        """Chunks whose last row is computed in this step."""
-        for new in output.scheduled_new_reqs:
-            if new.req_id in self._collecting:
-                self._collecting[new.req_id].block_ids = list(new.block_ids[0])
-                yield from self._collect_order(output, new.req_id, new.num_computed_tokens)
-        cached = output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
-            if request_id not in self._collecting:
-                continue
-            collecting, added = self._collecting[request_id], cached.new_block_ids[index]
-            if request_id in cached.resumed_req_ids:
-                collecting.block_ids = []
-            collecting.block_ids.extend(added[0] if added is not None else ())
-            yield from self._collect_order(output, request_id, cached.num_computed_tokens[index])
 
-    def _collect_order(self, output: Any, request_id: str, computed: int) -> Iterable[CollectOrder]:
-        collecting = self._collecting[request_id]
-        prompt = collecting.request.num_prompt_tokens
-        if not collecting.ordered and computed + output.num_scheduled_tokens[request_id] >= prompt:
-            collecting.ordered = True
-            yield CollectOrder(request_id, collecting.identity, tuple(collecting.block_ids))
-
-
-def _why_plain(request: Any, params: BlendParams | CollectParams) -> str | None:
+def _why_plain(request: Any, params: Params) -> str | None:
     """Why a request cannot be blended, whatever its plan says."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return "no_token_ids"

@@ -20,6 +20,11 @@ class ConnectorSettings(BaseModel):
     Attributes:
         store: folder of chunk KV; None keeps chunks in memory only.
         host_budget_bytes: bytes of chunk KV that host memory may hold, of each worker (pinned on a GPU machine).
+        gpu_pool_bytes: bytes of chunk KV kept on each GPU beside vLLM's pages; refused at start where they do not fit.
+        remote: address of a Redis or Valkey server that keeps chunks as well, `redis://host:6379/0`.
+        eviction: what leaves a memory tier first: `gdsf`, `s3fifo` or `lru`.
+        prediction: bring chunks that will probably be wanted before they are; by a process of its own.
+        accept_budgets: let requests change the byte budgets of `host_budget_bytes` and `gpu_pool_bytes`.
         policy: of requests that name none.
         selector: of requests that name none.
         ratio: of requests that name neither a selector nor a ratio.
@@ -37,6 +42,11 @@ class ConnectorSettings(BaseModel):
 
     store: Path | None = None
     host_budget_bytes: int = Field(default=4 << 30, ge=0)
+    gpu_pool_bytes: int = Field(default=0, ge=0)
+    remote: str | None = None
+    eviction: Literal["gdsf", "s3fifo", "lru"] = "gdsf"
+    prediction: bool = True
+    accept_budgets: bool = False
     policy: Policy = Policy.BLEND
     selector: str = "chunk_head+query"
     ratio: float | None = Field(default=None, ge=0.0, le=1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from cacheblend.vllm_backend.executor import BlendExecutor
+from cacheblend.vllm_backend.calibration import measure_costs
+from cacheblend.vllm_backend.executor import BlendExecutor, workspace_rows
 from cacheblend.vllm_backend.forward import LayersForward
 from cacheblend.vllm_backend.live_model import model_of
 from cacheblend.vllm_backend.messages import BlendOrder, Collected, CollectOrder, StepOrders, WorkerReport
@@ -20,12 +22,10 @@ from cacheblend.vllm_backend.ranks import Ranks
 from cacheblend.vllm_backend.rotary import RotaryTables
 from cacheblend.vllm_backend.rows import PromptPages
 from cacheblend.vllm_backend.settings import ConnectorSettings
+from cacheblend.vllm_backend.worker_store import WorkerStore, open_store
 from kvstore.chunk import ChunkKV
 from kvstore.errors import StoreError
 from kvstore.events import StoreEvent
-from kvstore.store import ChunkStore
-from kvstore.tiers import Tier
-from kvstore.transfer import ThreadPrefetcher
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +49,10 @@ class WorkerHalf:
         self._settings = settings
         self._config = vllm_config
         self._kv_cache_config = kv_cache_config
+        self._root: Path | None = root
         self._ranks = Ranks()
-        on_gpu = vllm_config.device_config.device_type == "cuda"
-        self._store = ChunkStore(
-            root, settings.host_budget_bytes, shard=self._ranks.shard, pinned=on_gpu, vouches_alone=True
-        )
-        self._prefetcher = ThreadPrefetcher(self._store)
+        self._worker_store: WorkerStore | None = None
         self._events: SimpleQueue[StoreEvent] = SimpleQueue()
-        self._store.subscribe(self._events.put)
         self._forward: LayersForward | None = None
         self._executor: BlendExecutor | None = None
         self._pages_of: dict[str, BlendOrder] = {}
@@ -68,7 +64,8 @@ class WorkerHalf:
         """Take the pages and the model over.
 
         Raises:
-            BlendError: if the model is not found or its pages cannot be read.
+            BlendError: if the model is not found, its pages cannot be read, or there is no room for the GPU pool, the
+                host's chunks or the blend's workspace.
             UnsupportedModelError: if its layers are not all attention layers of one kind.
         """
         model = model_of(self._config)
@@ -82,8 +79,14 @@ class WorkerHalf:
         )
         most_rows = self._config.scheduler_config.max_num_batched_tokens
         rows_per_step = self._settings.max_rows_per_step or most_rows
+        held = open_store(
+            self._settings, self._root, self._ranks.shard, forward, workspace_rows(most_rows, rows_per_step)
+        )
+        held.store.subscribe(self._events.put)
+        self._worker_store = held
         self._forward = forward
-        self._executor = BlendExecutor(forward, rotary, self._store, self._ranks, most_rows, rows_per_step)
+        self._executor = BlendExecutor(forward, rotary, held.store, self._ranks, most_rows, rows_per_step)
+        self._report.costs = measure_costs(forward, self._root, min(most_rows, self._config.model_config.max_model_len))
         logger.info("cacheblend attends with kernel '%s'", forward.kernel)
 
     def start(self, orders: StepOrders) -> None:
@@ -91,16 +94,21 @@ class WorkerHalf:
         self._report.step_id = orders.step_id
         for request_id in orders.cancels:
             self._cancel(request_id)
-        for key in orders.evictions:
-            self._store.evict(key, Tier.HOST)
-        self._prefetcher.start(orders.loads)
+        store, prefetcher = self._held.store, self._held.prefetcher
+        for eviction in orders.evictions:
+            # One that is still on its way shall not appear afterwards.
+            prefetcher.cancel(eviction.key, target=eviction.tier)
+            store.evict(eviction.key, eviction.tier)
+        for tier, nbytes in orders.budgets.items():
+            self._report.budgets[tier] = self._held.set_budget(tier, nbytes)
+        prefetcher.start(orders.transfers)
         for order in orders.blends:
             self._pages_of[order.request_id] = order
             self._ready()[1].submit(order)
         if self._executor is not None and self._executor.busy:
             self._advance(self._executor)
-        elif orders.idle and self._prefetcher.in_flight():
-            self._prefetcher.wait_any(IDLE_WAIT_S)
+        elif orders.idle and prefetcher.in_flight():
+            prefetcher.wait_any(IDLE_WAIT_S)
 
     def collect(self, orders: StepOrders) -> None:
         """Take chunks whose KV this step has written out of the pages and put them into the store."""
@@ -127,7 +135,7 @@ class WorkerHalf:
         """What the scheduler's half should know of this step."""
         rank = self._ranks.shard.rank
         report, self._report = self._report, WorkerReport()
-        report.transfers = [(rank, result) for result in self._prefetcher.poll()]
+        report.transfers = [(rank, result) for result in self._held.prefetcher.poll()]
         while True:
             try:
                 report.events.append((rank, self._events.get_nowait()))
@@ -137,8 +145,8 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Stop the transfers and give host memory back."""
-        self._prefetcher.close()
-        self._store.close()
+        if self._worker_store is not None:
+            self._worker_store.close()
 
     def _advance(self, executor: BlendExecutor) -> None:
         progress = executor.advance()
@@ -166,11 +174,16 @@ class WorkerHalf:
         layers = [torch.stack(layer.read(slots)) for layer in forward.pages]
         chunk = ChunkKV(identity, torch.stack(layers).cpu(), self._ranks.shard)
         try:
-            report = self._store.put(chunk)
+            report = self._held.store.put(chunk)
         except StoreError as error:
             logger.warning("chunk %s was not kept: %s", identity.key[:12], error)
             return Collected(identity.key, False, False, None, tokens, chunk.nbytes)
         return Collected(identity.key, report.on_disk, report.on_host, report.reason, tokens, chunk.nbytes)
+
+    @property
+    def _held(self) -> WorkerStore:
+        assert self._worker_store is not None
+        return self._worker_store
 
     def _ready(self) -> tuple[LayersForward, BlendExecutor]:
         assert self._forward is not None

@@ -14,6 +14,7 @@ from cacheblend.protocols import (
     CandidatesSeen,
     Eviction,
     FinishReason,
+    PrefillHints,
     QuestionFinished,
     QuestionQueued,
     QuestionStarted,
@@ -26,9 +27,18 @@ from kvstore.errors import UnavailableReason
 from kvstore.events import Evicted, Published
 from kvstore.store import ChunkStore
 from kvstore.tiers import Tier
+from kvstore.transfer import TransferOrder, TransferResult
 
 A, B, C, D = (identity_of(i) for i in (1, 2, 3, 4))
 TWO = SamplingParams(max_tokens=2)
+
+
+def to_host(*chunks):
+    return [TransferOrder(chunk, Tier.HOST) for chunk in chunks]
+
+
+def to_gpu(*chunks):
+    return [TransferOrder(chunk, Tier.GPU) for chunk in chunks]
 
 
 class Bench:
@@ -73,7 +83,7 @@ def tokens_of(plan, count=2):
 def test_a_request_passes_through_all_four_parts():
     bench = Bench(nbytes=64)
     plan = plan_of([A, B, A])
-    bench.submit("q", plan, candidates=(C, D))
+    bench.submit("q", plan, hints=PrefillHints(candidates=(C, D)))
     outcome = bench.run()["q"]
     assert outcome.token_ids == tokens_of(plan)
     assert outcome.finish_reason is FinishReason.LENGTH
@@ -152,7 +162,7 @@ def test_a_sound_chunk_that_found_no_room_is_read_through(reason):
     outcome = bench.run()["q"]
     assert bench.runner.plans["q"] == plan
     assert outcome.report.fallback_reasons == ()
-    assert bench.scheduler.not_loaded == [A.key]
+    assert bench.scheduler.not_loaded == [(A.key, Tier.HOST)]
     assert bench.scheduler.unavailable == []
 
 
@@ -223,7 +233,7 @@ def test_what_the_scheduler_evicts_leaves_the_host_before_anything_is_loaded():
 
 
 def test_promotions_are_started_and_waited_for_by_requests_that_want_them():
-    bench = Bench(by_itself=False, promotions=[A])
+    bench = Bench(by_itself=False, promotions=to_host(A))
     bench.submit("first", full_prefill_plan([1]), SamplingParams(max_tokens=4))
     bench.engine.step()
     assert bench.prefetcher.started == [A.key]
@@ -235,10 +245,61 @@ def test_promotions_are_started_and_waited_for_by_requests_that_want_them():
     assert bench.run()["wants it"].report.reused_tokens == 4
 
 
+def test_what_goes_to_the_gpu_is_started_and_nobody_waits_for_it():
+    bench = Bench(by_itself=False, promotions=to_gpu(B), after_use=to_gpu(A))
+    bench.scheduler._asked.update((A.key, B.key))
+    bench.submit("q", plan_of([A, B]))
+    assert bench.engine.step().tokens.keys() == {"q"}
+    assert bench.prefetcher.orders == [*to_gpu(A), *to_gpu(B)]
+    bench.prefetcher.finish(A.key, Tier.GPU)
+    outcome = bench.run()["q"]
+    assert outcome.token_ids == tokens_of(plan_of([A, B]))
+    assert outcome.report.bytes_loaded == {"host": 8 * 16}
+    bench.assert_nothing_left()
+
+
+def test_a_chunk_that_did_not_come_to_the_gpu_changes_no_plan_and_its_room_is_free_again():
+    bench = Bench(failures={A.key: UnavailableReason.HOST_BUDGET}, after_use=to_gpu(A))
+    bench.store.put(tiny_kv(A))
+    bench.scheduler._asked.add(A.key)
+    plan = plan_of([A])
+    bench.submit("q", plan)
+    assert bench.run()["q"].report.fallback_reasons == ()
+    assert bench.runner.plans["q"] == plan
+    assert bench.scheduler.not_loaded == [(A.key, Tier.GPU)]
+    assert bench.scheduler.unavailable == []
+
+
+def test_a_load_of_what_was_there_already_gives_its_room_back():
+    bench = Bench(by_itself=False)
+    bench.submit("q", plan_of([A]))
+    bench.engine.step()
+    bench.prefetcher._end(TransferResult(A.key, True, None, 0, 0.0, Tier.HOST))
+    bench.run()
+    assert bench.scheduler.not_loaded == [(A.key, Tier.HOST)]
+
+
+class Evicting:
+    """Notes what a store is asked to evict, and from where."""
+
+    def __init__(self, store):
+        self.asked = []
+        evict = store.evict
+        store.evict = lambda key, tier: (self.asked.append((key, tier)), evict(key, Tier.HOST))[1]
+
+
+def test_an_eviction_is_carried_out_in_its_tier():
+    bench = Bench(evictions=[Eviction(C.key, "admission", Tier.GPU), Eviction(D.key, "admission")])
+    evicting = Evicting(bench.store)
+    bench.submit("q", plan_of([A]))
+    bench.run()
+    assert evicting.asked == [(C.key, Tier.GPU), (D.key, Tier.HOST)]
+
+
 def answers(pieces, **settings):
     bench = Bench(pieces=pieces, **settings)
     for name, plan in {"1": plan_of([A, B]), "2": plan_of([C]), "3": full_prefill_plan([5, 6])}.items():
-        bench.submit(name, plan, candidates=(D,))
+        bench.submit(name, plan, hints=PrefillHints(candidates=(D,)))
     outcomes = bench.run()
     bench.assert_nothing_left()
     return {name: (outcome.token_ids, outcome.report.fallback_reasons) for name, outcome in outcomes.items()}
@@ -250,7 +311,7 @@ def test_advice_that_never_comes_or_makes_no_sense_changes_no_token():
     assert len(plain) == 3
     assert answers([Advice(A, 1.0), Advice(C, 0.5)]) == plain
     assert answers([Advice(stranger, 7.0), Advice(stranger, -1.0), Advice(D, float("nan"))] * 50) == plain
-    assert answers([], promotions=[D, stranger]) == plain
+    assert answers([], promotions=to_host(D, stranger)) == plain
 
 
 def test_advice_is_taken_piece_by_piece_up_to_the_limit():

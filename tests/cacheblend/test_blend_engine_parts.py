@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from cacheblend.engine import BlendEngine
 from cacheblend.plan import Policy
-from cacheblend.protocols import Advice, FinishReason
+from cacheblend.protocols import Advice, FinishReason, PrefillHints
 from cacheblend.request import EngineRequest
 from cacheblend.sampling_params import SamplingParams
-from cacheblend.scheduling.lookahead_predictor import LookAheadPredictor
-from cacheblend.scheduling.lru_scheduler import LruScheduler
+from cacheblend.scheduling.chunk_scheduler import ChunkScheduler
+from cacheblend.scheduling.session_predictor import SessionPredictor
 from cacheblend.testing import FakePredictor, FakeRunner
 from kvstore.errors import ChunkUnavailable, UnavailableReason
 from kvstore.store import ChunkStore
@@ -36,13 +36,13 @@ class Parts:
         self.loads = []
         load = self.store.load
         self.store.load = lambda identity: (self.loads.append(identity), load(identity))[1]
-        self.scheduler = LruScheduler(self.store.host_budget_bytes, self.store.records())
+        self.scheduler = ChunkScheduler({Tier.HOST: self.store.host_budget_bytes}, self.store.records())
         self.runner = FakeRunner(bytes_per_token=BYTES_PER_TOKEN)
         self.engine = BlendEngine(
             self.runner,
             self.store,
             self.scheduler,
-            predictor or LookAheadPredictor(),
+            predictor or SessionPredictor(),
             ThreadPrefetcher(self.store),
             max_running=max_running,
         )
@@ -97,7 +97,7 @@ def test_a_damaged_file_makes_that_chunk_fresh_for_all_who_wait_and_it_is_missin
     assert parts.runner.plans["2"].keys == (C.key,)
     parts.submit("3", plan_of([A, B]))
     assert parts.run()["3"].report.fallback_reasons == ("missing",)
-    assert parts.scheduler.host_bytes == parts.store.host_bytes_used
+    assert parts.scheduler.used_bytes(Tier.HOST) == parts.store.host_bytes_used
 
 
 def test_a_read_error_that_passes_makes_a_chunk_fresh_once_and_not_for_ever(parts):
@@ -112,7 +112,7 @@ def test_a_read_error_that_passes_makes_a_chunk_fresh_once_and_not_for_ever(part
     parts.store.load = load
     parts.submit("2", plan_of([A]))
     assert parts.run()["2"].report.fallback_reasons == ()
-    assert parts.scheduler.host_bytes == parts.store.host_bytes_used
+    assert parts.scheduler.used_bytes(Tier.HOST) == parts.store.host_bytes_used
 
 
 def test_a_file_that_vanished_makes_that_chunk_fresh(parts, tmp_path):
@@ -195,7 +195,7 @@ def test_no_predictor_however_wrong_changes_a_token_or_a_reason(tmp_path, predic
     parts = Parts(tmp_path, budget, predictor, max_running=2)
     plans = {"1": plan_of([A, B]), "2": plan_of([C, D, A]), "3": plan_of([E]), "4": plan_of([STRANGER, B])}
     for name, plan in plans.items():
-        parts.submit(name, plan, candidates=(E, D))
+        parts.submit(name, plan, hints=PrefillHints(candidates=(E, D)))
     outcomes = parts.run()
     expected = {**plans, "4": plans["4"].with_fresh({STRANGER.key: "missing"})}
     for name, plan in expected.items():

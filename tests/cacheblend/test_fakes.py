@@ -11,8 +11,14 @@ from cacheblend.protocols import Advice, FinishReason, QuestionFinished
 from cacheblend.sampling_params import SamplingParams
 from cacheblend.testing import FakePredictor, FakePrefetcher, FakeRunner, FakeScheduler
 from kvstore.errors import UnavailableReason
+from kvstore.tiers import Tier
+from kvstore.transfer import TransferOrder
 
 A, B = identity_of(1), identity_of(2)
+
+
+def to_host(*chunks):
+    return tuple(TransferOrder(chunk, Tier.HOST) for chunk in chunks)
 
 
 def test_the_fake_runner_steps_like_a_runner():
@@ -59,9 +65,9 @@ def test_the_fake_runner_aborts_refuses_and_fails_on_demand():
 
 
 def test_the_fake_scheduler_admits_loads_once_and_counts_pins():
-    scheduler = FakeScheduler(missing={B.key: "missing"}, promotions=[B])
+    scheduler = FakeScheduler(missing={B.key: "missing"}, promotions=to_host(B))
     first = scheduler.admit("1", plan_of([A, B, A]), Policy.BLEND)
-    assert (first.loads, first.plan.fallback_reasons) == ((A,), ("missing",))
+    assert (first.loads, first.plan.fallback_reasons) == (to_host(A), ("missing",))
     assert scheduler.admit("2", plan_of([A]), Policy.BLEND).loads == ()
     assert scheduler.admit("3", plan_of([A]), Policy.FULL).plan.reused == ()
     assert scheduler.pinned() == 2
@@ -70,7 +76,7 @@ def test_the_fake_scheduler_admits_loads_once_and_counts_pins():
     for name in ("1", "2", "3", "nobody"):
         scheduler.release(name)
     assert scheduler.pinned() == 0
-    assert [scheduler.step([]).promotions for _ in range(2)] == [(B,), ()]
+    assert [scheduler.step([]).promotions for _ in range(2)] == [to_host(B), ()]
 
 
 def test_the_fake_predictor_says_what_it_is_told():
@@ -82,7 +88,7 @@ def test_the_fake_predictor_says_what_it_is_told():
 
 def test_the_fake_prefetcher_ends_transfers_by_itself_or_when_told():
     prefetcher = FakePrefetcher(failures={B.key: UnavailableReason.CHECKSUM}, nbytes=7)
-    prefetcher.start([A, A, B])
+    prefetcher.start(to_host(A, A, B))
     assert (prefetcher.started, prefetcher.in_flight()) == ([A.key, B.key], 2)
     assert [(result.ok, result.reason, result.nbytes) for result in prefetcher.poll()] == [
         (True, None, 7),
@@ -90,13 +96,15 @@ def test_the_fake_prefetcher_ends_transfers_by_itself_or_when_told():
     ]
     assert prefetcher.poll() == []
     held = FakePrefetcher(by_itself=False)
-    held.start([A, B])
+    held.start([*to_host(A, B), TransferOrder(A, Tier.GPU)])
     assert held.wait([A.key], None) == {}
     held.finish(A.key)
     assert held.wait([A.key, B.key], None).keys() == {A.key}
     assert held.cancel(B.key)
     assert not held.cancel(B.key)
     assert [result.reason for result in held.poll()] == [None, UnavailableReason.CANCELLED]
+    held.finish(A.key, Tier.GPU)
+    assert [(result.tier_from, result.target) for result in held.poll()] == [(Tier.HOST, Tier.GPU)]
     held.close()
     assert held.closed
 

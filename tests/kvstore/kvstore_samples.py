@@ -39,3 +39,12 @@ def same(left: ChunkKV, right: ChunkKV) -> bool:
         and left.kv.dtype == right.kv.dtype
         and torch.equal(left.kv, right.kv)
     )
+
+
+def reserve(tier, chunk: ChunkKV) -> torch.Tensor:
+    return tier.reserve(chunk.identity.key, chunk.kv.shape, chunk.kv.dtype)
+
+
+def reserve_and_fill(tier, chunk: ChunkKV) -> ChunkKV:
+    """The chunk in the room reserved for it, ready for `commit`."""
+    return ChunkKV(chunk.identity, reserve(tier, chunk).copy_(chunk.kv), chunk.shard)

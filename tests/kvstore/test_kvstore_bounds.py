@@ -9,11 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from kvstore_samples import FINGERPRINT, identity_of, sample
 
-from kvstore import ChunkStore, ThreadPrefetcher, Tier, UnavailableReason, availability, transfer
+from kvstore import ChunkStore, ThreadPrefetcher, Tier, UnavailableReason, availability, transfer_log
+from kvstore.transfer import TransferOrder
 
 KEPT = 3
 MANY = [identity_of(seed) for seed in range(0, 100, 10)]
 KEYS = [identity.key for identity in MANY]
+ORDERS = [TransferOrder(identity, Tier.HOST) for identity in MANY]
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def store() -> ChunkStore:
 
 @pytest.fixture
 def prefetcher(monkeypatch, store):
-    monkeypatch.setattr(transfer, "RESULTS_KEPT", KEPT)
+    monkeypatch.setattr(transfer_log, "RESULTS_KEPT", KEPT)
     prefetcher = ThreadPrefetcher(store)
     yield prefetcher
     prefetcher.close()
@@ -34,19 +36,19 @@ def prefetcher(monkeypatch, store):
 
 def test_of_results_that_were_polled_only_the_last_are_kept(prefetcher):
     for identity in [*MANY, MANY[0]]:
-        prefetcher.start([identity])
+        prefetcher.start([TransferOrder(identity, Tier.HOST)])
         assert [result.key for result in prefetcher.poll()] == [identity.key]
     assert list(prefetcher.wait(KEYS, timeout_s=0)) == [KEYS[0], *KEYS[-2:]]
 
 
 def test_results_that_nobody_polled_are_all_kept(prefetcher):
-    prefetcher.start(MANY)
+    prefetcher.start(ORDERS)
     assert list(prefetcher.wait(KEYS, timeout_s=0)) == KEYS
     assert [result.key for result in prefetcher.poll()] == KEYS
 
 
 def test_whoever_waits_gets_every_result_even_while_another_polls(tmp_path, monkeypatch):
-    monkeypatch.setattr(transfer, "RESULTS_KEPT", KEPT)
+    monkeypatch.setattr(transfer_log, "RESULTS_KEPT", KEPT)
     last_may_come = threading.Event()
     store = ChunkStore(tmp_path, len(MANY) * sample(0).nbytes)
     load = store.load
@@ -60,12 +62,12 @@ def test_whoever_waits_gets_every_result_even_while_another_polls(tmp_path, monk
         store.put(sample(identity.token_ids[0]))
         store.evict(identity.key, Tier.HOST)
     prefetcher = ThreadPrefetcher(store)
-    prefetcher.start([MANY[-1]])
+    prefetcher.start([ORDERS[-1]])
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(prefetcher.wait, KEYS, 30)
-        while not prefetcher._awaited:
+        while not prefetcher._log._awaited:
             time.sleep(0.001)
-        prefetcher.start(MANY)
+        prefetcher.start(ORDERS)
         while prefetcher.in_flight() > 1:
             time.sleep(0.001)
         assert len(prefetcher.poll()) == len(MANY) - 1

@@ -67,7 +67,7 @@ def test_the_file_is_what_the_specification_says(tmp_path):
     assert len(metadata.pop("checksum")) == 64
     assert metadata == {
         "format": "cacheblend-chunk",
-        "version": "1",
+        "version": "2",
         "fingerprint": FINGERPRINT,
         "prefix_ids": "[1, 9]",
         "token_ids": "[5, 6, 7]",
@@ -174,7 +174,7 @@ def test_each_kind_of_stranger_has_its_own_reason(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("version", "2", "format_version"),
+        ("version", "3", "format_version"),
         ("fingerprint", "other", "checksum"),
         ("token_ids", "[5, 6, 7, 8]", "checksum"),
         ("tp_size", "2", "checksum"),

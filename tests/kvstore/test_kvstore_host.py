@@ -7,9 +7,9 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from kvstore_samples import identity_of, same, sample
+from kvstore_samples import identity_of, reserve, reserve_and_fill, same, sample
 
-from kvstore import ChunkKV, HostBudgetExceeded, HostTier, StoreError
+from kvstore import BudgetExceeded, ChunkKV, HostTier, StoreError
 
 ONE = sample(0).nbytes
 KEY = identity_of(1).key
@@ -18,7 +18,7 @@ KEY = identity_of(1).key
 def test_a_chunk_that_does_not_fit_is_refused_and_nothing_is_evicted():
     host = HostTier(2 * ONE - 1)
     host.put(sample(1))
-    with pytest.raises(HostBudgetExceeded):
+    with pytest.raises(BudgetExceeded):
         host.put(sample(2))
     assert same(host.get(KEY), sample(1))
     assert host.bytes_used == ONE
@@ -79,11 +79,11 @@ def test_unpinning_twice_is_an_error():
 
 def test_reservations_count_against_the_budget():
     host = HostTier(2 * ONE)
-    host.reserve(KEY, ONE)
+    chunk = reserve_and_fill(host, sample(1))
     host.put(sample(2))
-    with pytest.raises(HostBudgetExceeded):
+    with pytest.raises(BudgetExceeded):
         host.put(sample(3))
-    host.commit(sample(1))
+    host.commit(chunk)
     assert host.bytes_used == 2 * ONE
     assert same(host.get(KEY), sample(1))
 
@@ -96,8 +96,8 @@ def test_parallel_reservations_never_exceed_the_budget():
     def ask(seed: int) -> None:
         start.wait()
         try:
-            host.reserve(identity_of(seed).key, ONE)
-        except HostBudgetExceeded:
+            reserve(host, sample(seed))
+        except BudgetExceeded:
             return
         got.append(seed)
 
@@ -112,9 +112,9 @@ def test_parallel_reservations_never_exceed_the_budget():
 
 def test_a_reservation_ends_once():
     host = HostTier(2 * ONE)
-    host.reserve(KEY, ONE)
+    reserve(host, sample(1))
     with pytest.raises(StoreError):
-        host.reserve(KEY, ONE)
+        reserve(host, sample(1))
     host.abandon(KEY)
     with pytest.raises(StoreError):
         host.abandon(KEY)
@@ -137,7 +137,7 @@ class HostMachine(RuleBasedStateMachine):
         super().__init__()
         self.host = HostTier(3 * ONE)
         self.here: set[int] = set()
-        self.reserved: set[int] = set()
+        self.reserved: dict[int, ChunkKV] = {}
         self.leaving: set[int] = set()
         self.pins = dict.fromkeys(range(5), 0)
 
@@ -151,26 +151,25 @@ class HostMachine(RuleBasedStateMachine):
             self.here.add(seed)
             self.leaving.discard(seed)
         else:
-            with pytest.raises(HostBudgetExceeded):
+            with pytest.raises(BudgetExceeded):
                 self.host.put(sample(seed))
 
     @rule(seed=seeds)
     def reserve(self, seed):
-        expected = StoreError if seed in self.reserved else None if self.room() else HostBudgetExceeded
+        expected = StoreError if seed in self.reserved else None if self.room() else BudgetExceeded
         if expected:
             with pytest.raises(expected):
-                self.host.reserve(identity_of(seed).key, ONE)
+                reserve(self.host, sample(seed))
         else:
-            self.host.reserve(identity_of(seed).key, ONE)
-            self.reserved.add(seed)
+            self.reserved[seed] = reserve_and_fill(self.host, sample(seed))
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data(), commit=st.booleans())
     def end_reservation(self, data, commit):
         seed = data.draw(st.sampled_from(sorted(self.reserved)))
-        self.reserved.remove(seed)
+        chunk = self.reserved.pop(seed)
         if commit:
-            self.host.commit(sample(seed))
+            self.host.commit(chunk)
             self.here.add(seed)
         else:
             self.host.abandon(identity_of(seed).key)
@@ -206,7 +205,7 @@ class HostMachine(RuleBasedStateMachine):
     def the_tier_is_what_the_model_says(self):
         assert self.host.bytes_used == ONE * (len(self.here) + len(self.reserved)) <= 3 * ONE
         assert {seed for seed in range(5) if self.host.get(identity_of(seed).key)} == self.here
-        assert self.host.pinned_count() == sum(count > 0 for count in self.pins.values())
+        assert len(self.host.pins) == sum(count > 0 for count in self.pins.values())
 
 
 TestHostMachine = HostMachine.TestCase

@@ -5,7 +5,7 @@ import pytest
 import kvstore
 
 TORCH_FREE = (
-    "kvstore, kvstore.errors, kvstore.events, kvstore.index, kvstore.key, kvstore.orderings, "
+    "kvstore, kvstore.arena, kvstore.errors, kvstore.events, kvstore.index, kvstore.eviction, kvstore.key, "
     "kvstore.pins, kvstore.single_flight, kvstore.tiers, kvstore.transfer"
 )
 
@@ -13,7 +13,7 @@ TORCH_FREE = (
 def test_importing_the_room_and_its_torch_free_modules_imports_no_torch(run_python):
     code = (
         f"import sys, {TORCH_FREE}\n"
-        "from kvstore import AsyncPrefetcher, LruOrdering, ThreadPrefetcher, TransferResult\n"
+        "from kvstore import AsyncPrefetcher, LruPolicy, ThreadPrefetcher, TransferResult\n"
         "print('torch' in sys.modules, end=' ')\n"
         "from kvstore import ChunkStore\n"
         "print('torch' in sys.modules)"

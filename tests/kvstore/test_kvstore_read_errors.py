@@ -106,7 +106,7 @@ def test_verify_calls_wrong_content_damaged_but_not_another_version_nor_what_can
     flipped.write_bytes(flipped.read_bytes()[:-1] + b"\xff")
     cut.write_bytes(cut.read_bytes()[:-1])
     strange.write_bytes(b"malformed" * 9)
-    newer.write_bytes(newer.read_bytes().replace(b'"version":"1"', b'"version":"9"'))
+    newer.write_bytes(newer.read_bytes().replace(b'"version":"2"', b'"version":"9"'))
     swapped, unreadable = path_of(tmp_path, 8), path_of(tmp_path, 9)
     swapped.write_bytes(path_of(tmp_path, 0).read_bytes())
     unreadable.mkdir()

@@ -139,7 +139,7 @@ def test_a_file_truncated_before_opening_is_quarantined_with_its_reason(tmp_path
 def test_a_file_of_another_format_version_is_left_alone_and_named_as_the_reason(tmp_path):
     ChunkStore(tmp_path, 0).put(sample(1))
     path = path_in(ChunkStore(tmp_path, 0), identity_of(1))
-    path.write_bytes(path.read_bytes().replace(b'"version":"1"', b'"version":"9"'))
+    path.write_bytes(path.read_bytes().replace(b'"version":"2"', b'"version":"9"'))
     store = ChunkStore(tmp_path, PLENTY)
     assert store.lookup(identity_of(1)) is None
     assert store.find(FINGERPRINT, identity_of(1).token_ids, [(1,)]) == (

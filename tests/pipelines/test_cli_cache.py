@@ -93,7 +93,7 @@ def test_verify_fix_sets_the_damaged_file_aside_and_the_chunk_is_computed_anew(
 def test_verify_fix_leaves_alone_what_is_not_damaged_and_says_so(cli: Any, folder: Path) -> None:
     """A file of another format version is right for a program of that version."""
     newer, damaged, _ = files_of(folder)
-    newer.write_bytes(newer.read_bytes().replace(b'"version":"1"', b'"version":"2"', 1))
+    newer.write_bytes(newer.read_bytes().replace(b'"version":"2"', b'"version":"9"', 1))
     flip_a_byte(damaged)
     told = run_json(cli, "verify", "--cache-dir", folder, exit_code=1)["problems"]
     assert {problem["path"]: problem["left_alone"] for problem in told} == {str(newer): True, str(damaged): False}

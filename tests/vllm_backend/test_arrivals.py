@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cacheblend.vllm_backend.arrivals import Arrivals
 from kvstore.errors import UnavailableReason
 from kvstore.tiers import Tier
-from kvstore.transfer import TransferResult
+from kvstore.transfer import TransferOrder, TransferResult
 
 OUTCOMES = [(None, 100, Tier.DISK), (None, 0, Tier.HOST), (UnavailableReason.CHECKSUM, 0, None)]
 FAILED = UnavailableReason.CHECKSUM
@@ -23,7 +23,7 @@ def result(chunk, reason=None, nbytes=100, tier=Tier.DISK):
 
 def expecting(ranks, *chunks):
     arrivals = Arrivals(ranks)
-    arrivals.expect(chunks)
+    arrivals.expect([TransferOrder(chunk, Tier.HOST) for chunk in chunks])
     return arrivals
 
 
@@ -31,10 +31,10 @@ def test_a_chunk_arrives_when_the_last_rank_has_told():
     chunk = identity_of(1)
     arrivals = expecting(2, chunk)
     assert arrivals.take([(0, result(chunk))]) == []
-    assert arrivals.keys == {chunk.key}
+    assert arrivals.awaited([chunk.key, identity_of(2).key]) == {chunk.key}
     (arrival,) = arrivals.take([(1, result(chunk))])
     assert (arrival.chunk, arrival.failed, arrival.bytes_from) == (chunk, None, {"disk": 200})
-    assert arrivals.keys == set()
+    assert arrivals.awaited([chunk.key]) == set()
 
 
 def test_one_rank_that_fails_makes_the_load_fail_and_the_bytes_of_the_others_count():
@@ -59,11 +59,23 @@ def test_loads_that_nobody_expects_are_passed_over():
     assert arrivals.take([(0, result(chunk))]) == []
 
 
+def test_a_chunk_on_its_way_to_two_tiers_arrives_in_each_and_only_the_hosts_is_awaited():
+    chunk = identity_of(1)
+    arrivals = Arrivals(1)
+    arrivals.expect([TransferOrder(chunk, Tier.GPU)])
+    assert arrivals.awaited([chunk.key]) == set()
+    arrivals.expect([TransferOrder(chunk, Tier.HOST)])
+    (arrival,) = arrivals.take([(0, TransferResult(chunk.key, True, None, 7, 0.1, Tier.HOST, Tier.GPU))])
+    assert (arrival.target, arrivals.awaited([chunk.key])) == (Tier.GPU, {chunk.key})
+    (arrival,) = arrivals.take([(0, result(chunk))])
+    assert (arrival.target, len(arrivals)) == (Tier.HOST, 0)
+
+
 def test_expecting_a_chunk_again_forgets_nothing_that_was_told():
     chunk = identity_of(1)
     arrivals = expecting(2, chunk)
     arrivals.take([(0, result(chunk))])
-    arrivals.expect([chunk])
+    arrivals.expect([TransferOrder(chunk, Tier.HOST)])
     assert len(arrivals.take([(1, result(chunk))])) == 1
 
 
@@ -72,7 +84,7 @@ def test_a_chunk_can_be_loaded_again_after_it_arrived():
     arrivals = expecting(1, chunk)
     for _ in range(2):
         assert len(arrivals.take([(0, result(chunk))])) == 1
-        arrivals.expect([chunk])
+        arrivals.expect([TransferOrder(chunk, Tier.HOST)])
 
 
 @settings(max_examples=100, deadline=None)
@@ -98,7 +110,7 @@ def test_every_load_arrives_exactly_once_with_its_last_result_in_any_order(ranks
         assert {arrival.chunk.key for arrival in new} == {key for _, key in _keys(report) if told[key] == ranks}
         arrived += new
     assert Counter(arrival.chunk for arrival in arrived) == Counter(identities)
-    assert arrivals.keys == set()
+    assert len(arrivals) == 0
     for arrival in arrived:
         assert arrival.failed == failures.get(arrival.chunk.key)
         assert sum(arrival.bytes_from.values()) == bytes_told[arrival.chunk.key]

@@ -1,4 +1,4 @@
-"""`LruScheduler` beside a real store, in any order of calls: budget, pins and catalogue always hold."""
+"""`ChunkScheduler` beside a real store, in any order of calls: budget, pins and catalogue always hold."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cacheblend.plan import Policy
 from cacheblend.protocols import Advice
-from cacheblend.scheduling.lru_scheduler import LruScheduler
+from cacheblend.scheduling.catalogue import ON_HOST
+from cacheblend.scheduling.chunk_scheduler import ChunkScheduler
 from cacheblend.selectors import make_selector
 from kvstore.errors import ChunkUnavailable
+from kvstore.eviction import LruPolicy
 from kvstore.store import ChunkStore
 from kvstore.tiers import Tier
 
@@ -33,22 +35,25 @@ class SchedulerBesideStore(RuleBasedStateMachine):
         self.store = ChunkStore(self.folder, self.budget)
         for index in before:
             self.store.put(tiny_kv(CHUNKS[index]))
-        self.scheduler = LruScheduler(self.budget, self.store.records())
+        self.scheduler = ChunkScheduler({Tier.HOST: self.budget}, self.store.records(), LruPolicy)
         self.store.subscribe(self.scheduler.on_event)
         self.requests = {}
         self.flying = {}
         self.count = 0
 
-    def carry_out(self, loads, evictions, pinned):
+    def carry_out(self, loads, evictions):
         gone = {eviction.key for eviction in evictions}
         assert len(gone) == len(evictions), "a chunk was evicted twice in one decision"
-        assert not gone & pinned, "a pinned chunk was evicted"
+        assert not gone & self.pinned_keys(), "a pinned chunk was evicted"
         for key in gone:
             assert self.store.evict(key, Tier.HOST) > 0, "what was evicted was not there"
-        assert not loads or self.scheduler.host_bytes <= self.budget, "more was decided than the budget allows"
-        for chunk in loads:
-            assert chunk.key not in self.flying, "a load in flight was decided again"
-            self.flying[chunk.key] = chunk
+        assert not loads or self.scheduler.used_bytes(Tier.HOST) <= self.budget, (
+            "more was decided than the budget allows"
+        )
+        for order in loads:
+            assert order.target is Tier.HOST
+            assert order.chunk.key not in self.flying, "a load in flight was decided again"
+            self.flying[order.chunk.key] = order.chunk
 
     def pinned_keys(self):
         return {key for plan, _ in self.requests.values() for key in plan.keys}
@@ -62,19 +67,22 @@ class SchedulerBesideStore(RuleBasedStateMachine):
         if policy is Policy.BLEND:
             assert reused == set(plan.keys) & servable
         assert reused <= servable
-        assert {chunk.key for chunk in admission.loads} <= reused
+        assert {order.chunk.key for order in admission.loads} <= reused
+        assert admission.promotions == ()
         missing = [s.identity.key not in servable for s in plan.segments if s.identity is not None]
         if policy is not Policy.FULL:
             assert admission.plan.fallback_reasons.count("missing") == sum(missing)
         self.requests[str(self.count)] = (admission.plan, self.store.pin(admission.plan.keys))
         self.count += 1
-        self.carry_out(admission.loads, admission.evictions, self.pinned_keys())
+        self.carry_out(admission.loads, admission.evictions)
 
     @rule(indexes=INDEXES)
     def advise(self, indexes):
         chunks = [CHUNKS[i] for i in indexes]
         step = self.scheduler.step([Advice(chunk, 0.5) for chunk in chunks])
-        self.carry_out(step.promotions, step.evictions, self.pinned_keys() | {chunk.key for chunk in chunks})
+        for_advice = {eviction.key for eviction in step.evictions if eviction.reason == "prediction"}
+        assert not for_advice & {chunk.key for chunk in chunks}, "advised chunks pushed one another out"
+        self.carry_out(step.promotions, step.evictions)
 
     @precondition(lambda self: self.flying)
     @rule(data=st.data(), cancelled=st.booleans())
@@ -114,15 +122,16 @@ class SchedulerBesideStore(RuleBasedStateMachine):
         for chunk in CHUNKS:
             tier = self.store.lookup(chunk)
             assert (chunk.key in catalogue) == (tier is not None)
-            assert catalogue.on_host(chunk.key) == (tier is Tier.HOST)
+            assert bool(catalogue[chunk.key][2] & ON_HOST) == (tier is Tier.HOST)
 
     @invariant()
     def bytes_and_pins_are_what_was_decided(self):
         if not hasattr(self, "store"):
             return
-        in_flight = sum(self.scheduler._loading.values())
-        assert self.scheduler.host_bytes - in_flight == self.store.host_bytes_used <= self.budget
-        assert self.scheduler._loading.keys() <= self.flying.keys()
+        coming = self.scheduler._host._coming
+        in_flight = sum(coming.values())
+        assert self.scheduler.used_bytes(Tier.HOST) - in_flight == self.store.host_bytes_used <= self.budget
+        assert coming.keys() <= self.flying.keys()
         assert self.scheduler.pinned() == sum(len(set(plan.keys)) for plan, _ in self.requests.values())
 
     def teardown(self):

@@ -1,0 +1,69 @@
+"""Copies that run behind the back of whoever asks for them, one after another."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Mark(Protocol):
+    """A place in the lane's order of work."""
+
+    def passed(self) -> bool:
+        """Whether everything asked for before the mark is done; returns at once."""
+        ...
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Seconds the lane took from `earlier` to here, once this mark has passed."""
+        ...
+
+
+class CopyLane(Protocol):
+    """One order of work, apart from everyone else's. No call waits for work to be done."""
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Ask for a copy between tensors of one shape and dtype, both contiguous; they must live until it is done."""
+        ...
+
+    def mark(self) -> Mark:
+        """A mark behind everything asked for so far."""
+        ...
+
+
+class CudaLane:
+    """Copies on a CUDA stream of their own.
+
+    Args:
+        device: a CUDA device.
+
+    Attributes:
+        stream: the stream. Who reuses memory that this lane filled lets their own stream wait for it.
+    """
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """See `CopyLane.copy`; the source must be page-locked, or the copy is waited for."""
+        # Room taken inside the engine's inference mode may be filled outside of it.
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            destination.copy_(source, non_blocking=True)
+
+    def mark(self) -> Mark:
+        """See `CopyLane.mark`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return _CudaMark(event)
+
+
+class _CudaMark:
+    def __init__(self, event: torch.cuda.Event):
+        self._event = event
+
+    def passed(self) -> bool:
+        return self._event.query()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, _CudaMark)
+        return earlier._event.elapsed_time(self._event) / 1e3

@@ -1,0 +1,137 @@
+"""Copies of chunks in slices, so that one can be called off half-way and the device is never far behind."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from kvstore.chunk import ChunkKV
+from kvstore.copy_lane import CopyLane, Mark
+
+
+@dataclass(slots=True, eq=False)
+class ChunkCopy:
+    """One chunk on its way into a tensor.
+
+    Attributes:
+        source: the chunk; it stays where it is until the copy is over.
+        destination: a tensor of the shape and dtype of the chunk's KV; not to be read before the copy is over.
+        stopped: no further slice is to be issued.
+    """
+
+    source: ChunkKV
+    destination: torch.Tensor
+    stopped: bool = False
+    _begun: Mark | None = field(default=None, init=False)
+    _last: Mark | None = field(default=None, init=False)
+    _next_layer: int = field(default=0, init=False)
+    _outstanding: int = field(default=0, init=False)
+
+    @property
+    def all_issued(self) -> bool:
+        """Whether the device has been asked for the whole chunk."""
+        return self._next_layer == len(self.source.kv)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing writes to the destination any more, nor will."""
+        return not self._outstanding and (self.stopped or self.all_issued)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds between the device's beginning of the first slice and its end of the last; once it is over."""
+        return self._last.seconds_since(self._begun) if self._last and self._begun else 0.0
+
+
+class CopyQueue:
+    """Issues copies to a lane in order, slice by slice, and says which are over. Never waits. Not thread-safe.
+
+    Args:
+        lane: where copies run.
+        bytes_ahead: bytes asked of the lane and not known to be done, at most; one slice is always allowed.
+        slice_bytes: bytes of a slice, rounded down to whole layers; one layer at least.
+    """
+
+    def __init__(self, lane: CopyLane, bytes_ahead: int, slice_bytes: int):
+        self._lane = lane
+        self._bytes_ahead = bytes_ahead
+        self._slice_bytes = slice_bytes
+        self._unissued: deque[ChunkCopy] = deque()
+        self._issued: deque[tuple[ChunkCopy, Mark, int]] = deque()
+        self._over: dict[ChunkCopy, None] = {}
+        self._ahead = 0
+
+    @property
+    def bytes_issued(self) -> int:
+        """Bytes asked of the lane and not known to be done."""
+        return self._ahead
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether everything added has been issued and there is room for more."""
+        return not self._unissued and self._ahead < self._bytes_ahead
+
+    def add(self, copy: ChunkCopy) -> None:
+        """Issue a copy as far as there is room, the rest in later `advance`."""
+        self._unissued.append(copy)
+        self._issue()
+
+    def stop(self, copy: ChunkCopy) -> None:
+        """Issue no more of a copy; it is over once what was issued is done."""
+        copy.stopped = True
+        if copy in self._unissued:
+            self._unissued.remove(copy)
+        self._note_if_over(copy)
+
+    def resume(self, copy: ChunkCopy) -> None:
+        """Go on with a copy that was stopped and has not been handed out by `advance`."""
+        copy.stopped = False
+        self._over.pop(copy, None)
+        if not copy.all_issued:
+            self.add(copy)
+        self._note_if_over(copy)
+
+    def advance(self) -> list[ChunkCopy]:
+        """See what is done, issue what there is room for, and hand out the copies that are over."""
+        while self._issued and self._issued[0][1].passed():
+            copy, _, nbytes = self._issued.popleft()
+            self._ahead -= nbytes
+            copy._outstanding -= 1
+            self._note_if_over(copy)
+        self._issue()
+        over = list(self._over)
+        self._over.clear()
+        return over
+
+    def _note_if_over(self, copy: ChunkCopy) -> None:
+        if copy.is_over:
+            self._over[copy] = None
+
+    def _issue(self) -> None:
+        while self._unissued:
+            copy = self._unissued[0]
+            nbytes = self._next_slice(copy) * copy.source.kv[0].nbytes
+            if self._ahead and self._ahead + nbytes > self._bytes_ahead:
+                return
+            self._issue_slice(copy, nbytes)
+            if copy.all_issued:
+                self._unissued.popleft()
+
+    def _next_slice(self, copy: ChunkCopy) -> int:
+        """Layers of the copy's next slice."""
+        kv = copy.source.kv
+        return min(max(self._slice_bytes // kv[0].nbytes, 1), len(kv) - copy._next_layer)
+
+    def _issue_slice(self, copy: ChunkCopy, nbytes: int) -> None:
+        begin = copy._next_layer
+        end = begin + self._next_slice(copy)
+        if copy._begun is None:
+            copy._begun = self._lane.mark()
+        self._lane.copy(copy.destination[begin:end], copy.source.kv[begin:end])
+        copy._last = self._lane.mark()
+        self._issued.append((copy, copy._last, nbytes))
+        self._ahead += nbytes
+        copy._next_layer = end
+        copy._outstanding += 1

@@ -1,0 +1,260 @@
+"""Moving chunks to a GPU, without making anyone wait: the worker's half of chunk transfer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.copy_lane import CopyLane, CudaLane
+from kvstore.copy_queue import ChunkCopy, CopyQueue
+from kvstore.errors import BudgetExceeded, ChunkUnavailable, StoreError, UnavailableReason
+from kvstore.gpu import GpuPool
+from kvstore.key import ChunkIdentity, ChunkKey
+from kvstore.pins import PinHandle
+from kvstore.store import ChunkStore
+from kvstore.tiers import Tier
+from kvstore.transfer import ThreadPrefetcher, TransferOrder, TransferResult
+from kvstore.transfer_log import TransferLog
+
+logger = logging.getLogger(__name__)
+
+BYTES_AHEAD = 256 << 20
+"""What the copy engine has before it: five milliseconds of a 55 GB/s link, about one decode step of an 8B model."""
+SLICE_BYTES = 16 << 20
+LOOK_AGAIN_S = 2e-4
+"""Pause between two looks of a thread that asked to wait."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A chunk on its way to the GPU; `copy` and `pin` once it is being copied, `seconds` of its load before that."""
+
+    identity: ChunkIdentity
+    tier_from: Tier = Tier.HOST
+    seconds: float = 0.0
+    copy: ChunkCopy | None = None
+    pin: PinHandle | None = None
+
+
+class CudaPrefetcher:
+    """Loads chunks to the host on threads, and copies them on to the GPU pool on a stream of its own.
+
+    Used by one thread. Copies are issued, and what has arrived is published, inside its calls: whoever wants copies
+    to go on calls `poll` every few milliseconds. No call but `wait`, `wait_any` and `close` waits for anything. A
+    chunk's source is pinned while it is copied. A chunk cannot be evicted from the GPU before it has arrived; who no
+    longer wants it there cancels it.
+
+    Args:
+        store: a store with a GPU pool, whose host tier is page-locked.
+        threads: loads to the host at a time.
+        bytes_ahead: bytes issued and not known to have arrived, at most (one slice is always allowed): what a
+            cancelled copy or another user of the link may have to wait for.
+        slice_bytes: a chunk is copied in slices of whole layers of about this many bytes.
+        lane: where copies run; None for a CUDA stream on the pool's device.
+
+    Raises:
+        StoreError: the store has no GPU pool, or fewer than one thread.
+    """
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        threads: int = 4,
+        *,
+        bytes_ahead: int = BYTES_AHEAD,
+        slice_bytes: int = SLICE_BYTES,
+        lane: CopyLane | None = None,
+    ):
+        if store.gpu is None:
+            raise StoreError("A CudaPrefetcher needs a store with a GPU pool; open the store with one.")
+        self._store = store
+        self._pool: GpuPool = store.gpu
+        self._copies = CopyQueue(lane or CudaLane(self._pool.device), bytes_ahead, slice_bytes)
+        self._host = ThreadPrefetcher(store, threads)
+        self._log = TransferLog()
+        self._ordered_to_host: set[ChunkKey] = set()
+        # Every flight to the GPU is in one of these.
+        self._loading: dict[ChunkKey, _Flight] = {}
+        self._queued: dict[ChunkKey, _Flight] = {}
+        self._copying: dict[ChunkKey, _Flight] = {}
+        self._closed = False
+
+    def start(self, orders: Sequence[TransferOrder]) -> None:
+        """See `AsyncPrefetcher.start`. A chunk ordered to the GPU that is not on the host is loaded there first."""
+        if self._closed:
+            raise StoreError("The prefetcher is closed; open another one.")
+        for order in orders:
+            if order.target not in (Tier.HOST, Tier.GPU):
+                raise StoreError(f"A CudaPrefetcher moves to host and gpu, not to {order.target!r}.")
+        for order in orders:
+            if order.target is Tier.HOST:
+                self._ordered_to_host.add(order.chunk.key)
+                self._log.begin(order.chunk.key, Tier.HOST)
+                self._host.start([order])
+            else:
+                self._start_to_gpu(order.chunk)
+        self._advance()
+
+    def poll(self) -> list[TransferResult]:
+        """See `AsyncPrefetcher.poll`; what has arrived since is published here."""
+        self._advance()
+        return self._log.poll()
+
+    def wait(
+        self, keys: Sequence[ChunkKey], timeout_s: float | None, *, target: Tier = Tier.HOST
+    ) -> dict[ChunkKey, TransferResult]:
+        """See `AsyncPrefetcher.wait`."""
+        if target is Tier.HOST:
+            return self._host.wait(keys, timeout_s)
+        _look_until(lambda: not any(self._flight_of(key) for key in keys), timeout_s, self._advance)
+        return self._log.latest([key for key in keys if self._flight_of(key) is None], target)
+
+    def wait_any(self, timeout_s: float) -> None:
+        """See `AsyncPrefetcher.wait_any`."""
+        _look_until(self._log.has_unpolled, timeout_s, self._advance)
+
+    def cancel(self, key: ChunkKey, *, target: Tier = Tier.HOST) -> bool:
+        """See `AsyncPrefetcher.cancel`. Calling off a load to the host calls off the copy that waits for it."""
+        if target is Tier.HOST:
+            return self._host.cancel(key)
+        flight = self._flight_of(key)
+        if flight is None or (flight.copy is not None and flight.copy.stopped):
+            return False
+        if flight.copy is not None:
+            self._copies.stop(flight.copy)
+            return True
+        if self._loading.pop(key, None) and key not in self._ordered_to_host:
+            self._host.cancel(key)
+        self._queued.pop(key, None)
+        self._log.add(TransferResult.failed(key, UnavailableReason.CANCELLED, Tier.GPU))
+        return True
+
+    def in_flight(self) -> int:
+        """See `AsyncPrefetcher.in_flight`; a load on behalf of a copy counts as that copy."""
+        self._advance()
+        flights = (self._loading, self._queued, self._copying, self._ordered_to_host)
+        return sum(map(len, flights))
+
+    @property
+    def bytes_issued(self) -> int:
+        """Bytes asked of the copy engine and not known to have arrived."""
+        return self._copies.bytes_issued
+
+    def close(self) -> None:
+        """See `AsyncPrefetcher.close`."""
+        self._closed = True
+        for key in [*self._loading, *self._queued, *self._copying]:
+            self.cancel(key, target=Tier.GPU)
+        self._host.close()
+        _look_until(lambda: not self._copying, None, self._advance)
+
+    def _flight_of(self, key: ChunkKey) -> _Flight | None:
+        return self._loading.get(key) or self._queued.get(key) or self._copying.get(key)
+
+    def _start_to_gpu(self, identity: ChunkIdentity) -> None:
+        key = identity.key
+        flight = self._flight_of(key)
+        if flight is not None:
+            if flight.copy is not None and flight.copy.stopped:
+                self._copies.resume(flight.copy)
+            return
+        tier = self._store.lookup(identity)
+        if tier is Tier.GPU:
+            self._log.add(TransferResult(key, True, None, 0, 0.0, Tier.GPU, Tier.GPU))
+            return
+        self._log.begin(key, Tier.GPU)
+        if tier is Tier.HOST:
+            self._queued[key] = _Flight(identity)
+        else:
+            self._loading[key] = _Flight(identity)
+            self._host.start([TransferOrder(identity, Tier.HOST)])
+
+    def _advance(self) -> None:
+        """Take every flight as far as it gets without waiting."""
+        for result in self._host.poll():
+            self._take_host_result(result)
+        self._end_copies()
+        while self._queued and self._copies.wants_more:
+            flight = self._queued.pop(next(iter(self._queued)))
+            self._begin(flight)
+
+    def _take_host_result(self, result: TransferResult) -> None:
+        key = result.key
+        if key in self._ordered_to_host:
+            self._ordered_to_host.discard(key)
+            self._log.add(result)
+        flight = self._loading.pop(key, None)
+        if flight is None:
+            return
+        if result.ok:
+            flight.tier_from, flight.seconds = result.tier_from or Tier.HOST, result.seconds
+            self._queued[key] = flight
+        else:
+            self._log.add(TransferResult.failed(key, result.reason or UnavailableReason.UNREADABLE, Tier.GPU))
+
+    def _begin(self, flight: _Flight) -> None:
+        key = flight.identity.key
+        pin = self._store.pin([key])
+        try:
+            copy = self._copy_of(flight.identity)
+        except ChunkUnavailable as error:
+            pin.release()
+            self._log.add(TransferResult.failed(key, error.reason, Tier.GPU))
+        except Exception:
+            # Whatever it was, serving goes on: this chunk is used from the host.
+            logger.exception("chunk %s cannot be copied to the GPU", key[:12])
+            pin.release()
+            self._log.add(TransferResult.failed(key, UnavailableReason.UNREADABLE, Tier.GPU))
+        else:
+            flight.pin, flight.copy = pin, copy
+            self._copying[key] = flight
+            self._copies.add(copy)
+
+    def _copy_of(self, identity: ChunkIdentity) -> ChunkCopy:
+        """The pinned chunk with room for it on the GPU."""
+        key = identity.key
+        if self._store.lookup(identity) is not Tier.HOST:
+            raise ChunkUnavailable(key, UnavailableReason.EVICTED, "it left the host before it was copied")
+        source = self._store.get(identity)
+        try:
+            destination = self._pool.reserve(key, source.kv.shape, source.kv.dtype)
+        except BudgetExceeded as error:
+            raise ChunkUnavailable(key, UnavailableReason.GPU_BUDGET, str(error)) from error
+        return ChunkCopy(source, destination)
+
+    def _end_copies(self) -> None:
+        # On its own, so that nothing refers to a finished copy's memory when the next one needs room.
+        for copy in self._copies.advance():
+            self._end(self._copying.pop(copy.source.identity.key), copy)
+
+    def _end(self, flight: _Flight, copy: ChunkCopy) -> None:
+        assert flight.pin is not None
+        key = flight.identity.key
+        reason = UnavailableReason.CANCELLED if copy.stopped else self._publish(flight.identity)
+        if reason is None:
+            seconds = flight.seconds + copy.seconds
+            self._log.add(TransferResult(key, True, None, copy.source.nbytes, seconds, flight.tier_from, Tier.GPU))
+        else:
+            self._pool.abandon(key)
+            self._log.add(TransferResult.failed(key, reason, Tier.GPU))
+        flight.pin.release()
+
+    def _publish(self, identity: ChunkIdentity) -> UnavailableReason | None:
+        """Show what has arrived; why that cannot be."""
+        try:
+            self._store.publish_on_gpu(identity)
+        except StoreError as error:
+            logger.warning("chunk %s was copied to the GPU for nothing: %s", identity.key[:12], str(error))
+            return UnavailableReason.UNREADABLE
+        return None
+
+
+def _look_until(done: Callable[[], bool], timeout_s: float | None, look: Callable[[], None]) -> None:
+    """Look again and again until it is done, or for `timeout_s` seconds; at least once."""
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    look()
+    while not done() and (end is None or time.monotonic() < end):
+        time.sleep(LOOK_AGAIN_S)
+        look()

@@ -1,0 +1,556 @@
+"""`ChunkScheduler`: what it decides about one request, about advice, and at what cost."""
+
+from __future__ import annotations
+
+import pytest
+from cacheblend_samples import identity_of, plan_of
+
+from cacheblend.errors import BlendError
+from cacheblend.plan import Policy
+from cacheblend.protocols import Advice
+from cacheblend.scheduling.chunk_scheduler import GPU_CONFIDENCE, ChunkScheduler
+from cacheblend.scheduling.cost_model import CostModel
+from cacheblend.selectors import make_selector
+from kvstore.errors import UnavailableReason
+from kvstore.events import Evicted, NotStored, Published, Quarantined
+from kvstore.eviction import LruPolicy
+from kvstore.key import ChunkKey
+from kvstore.tiers import ChunkRecord, Tier
+from kvstore.transfer import TransferOrder
+
+SIZE = 100
+A, B, C, D = (identity_of(i) for i in (1, 2, 3, 4))
+
+
+def on_disk(*chunks):
+    return [ChunkRecord(chunk.key, SIZE, len(chunk.token_ids), frozenset({Tier.DISK})) for chunk in chunks]
+
+
+def on_host(*chunks):
+    return [ChunkRecord(chunk.key, SIZE, len(chunk.token_ids), frozenset({Tier.DISK, Tier.HOST})) for chunk in chunks]
+
+
+def everywhere(*chunks):
+    return [ChunkRecord(chunk.key, SIZE, len(chunk.token_ids), frozenset(Tier)) for chunk in chunks]
+
+
+def scheduler_of(host, records=(), gpu=0, costs=None):
+    """A scheduler that evicts the least recently used, so that a test can say which chunk goes."""
+    return ChunkScheduler({Tier.HOST: host, Tier.GPU: gpu}, records, LruPolicy, costs)
+
+
+def to_host(*chunks):
+    return tuple(TransferOrder(chunk, Tier.HOST) for chunk in chunks)
+
+
+def to_gpu(*chunks):
+    return tuple(TransferOrder(chunk, Tier.GPU) for chunk in chunks)
+
+
+def published(chunk, tier=Tier.HOST, nbytes=SIZE):
+    return Published(chunk.key, tier, nbytes, len(chunk.token_ids))
+
+
+def evicted(chunk, tier=Tier.HOST):
+    return Evicted(chunk.key, tier, SIZE)
+
+
+def keys_of(evictions):
+    return [eviction.key for eviction in evictions]
+
+
+def arrive(scheduler, chunks):
+    for chunk in chunks:
+        scheduler.on_event(published(chunk))
+
+
+def leave(scheduler, evictions):
+    for eviction in evictions:
+        scheduler.on_event(Evicted(eviction.key, Tier.HOST, SIZE))
+
+
+def test_chunks_on_disk_are_loaded_and_those_on_the_host_are_not():
+    scheduler = scheduler_of(1000, [*on_host(A), *on_disk(B, C)])
+    admission = scheduler.admit("q", plan_of([A, B, C, B]), Policy.BLEND)
+    assert admission.loads == to_host(B, C)
+    assert admission.evictions == ()
+    assert admission.reason is None
+    assert scheduler.used_bytes(Tier.HOST) == 3 * SIZE
+
+
+def test_a_load_in_flight_is_not_asked_for_again_until_it_ended():
+    scheduler = scheduler_of(1000, on_disk(A))
+    assert scheduler.admit("1", plan_of([A]), Policy.BLEND).loads == to_host(A)
+    assert scheduler.admit("2", plan_of([A]), Policy.BLEND).loads == ()
+    scheduler.on_not_loaded(A.key)
+    assert scheduler.used_bytes(Tier.HOST) == 0
+    assert scheduler.admit("3", plan_of([A]), Policy.BLEND).loads == to_host(A)
+    arrive(scheduler, [A])
+    assert scheduler.used_bytes(Tier.HOST) == SIZE
+    assert scheduler.admit("4", plan_of([A]), Policy.BLEND).loads == ()
+
+
+def test_the_least_recently_used_chunk_leaves_for_a_load():
+    scheduler = scheduler_of(2 * SIZE, [*on_host(A, B), *on_disk(C)])
+    scheduler.admit("1", plan_of([A]), Policy.BLEND)
+    scheduler.release("1")
+    admission = scheduler.admit("2", plan_of([C]), Policy.BLEND)
+    assert keys_of(admission.evictions) == [B.key]
+    assert admission.evictions[0].reason == "admission"
+    assert admission.loads == to_host(C)
+
+
+def test_a_pinned_chunk_never_leaves_and_what_does_not_fit_beside_it_is_not_loaded():
+    scheduler = scheduler_of(2 * SIZE, [*on_host(A, B), *on_disk(C)])
+    scheduler.admit("1", plan_of([A, B]), Policy.BLEND)
+    admission = scheduler.admit("2", plan_of([C]), Policy.BLEND)
+    assert (admission.loads, admission.evictions) == ((), ())
+    assert admission.plan.keys == (C.key,)
+    scheduler.release("1")
+    assert keys_of(scheduler.admit("3", plan_of([C]), Policy.BLEND).evictions) == [A.key]
+
+
+def test_an_eviction_is_decided_once_and_counts_from_then_on():
+    """What was ordered to leave takes no room and is named by no second decision, whatever the store has done yet."""
+    scheduler = scheduler_of(2 * SIZE, [*on_host(A, B), *on_disk(C, D)])
+    first = scheduler.admit("1", plan_of([C]), Policy.BLEND)
+    second = scheduler.admit("2", plan_of([D]), Policy.BLEND)
+    assert keys_of(first.evictions) == [A.key]
+    assert keys_of(second.evictions) == [B.key]
+    assert second.loads == to_host(D)
+    leave(scheduler, [*first.evictions, *second.evictions])
+    assert scheduler.used_bytes(Tier.HOST) <= 2 * SIZE
+
+
+def test_one_request_larger_than_the_budget_loads_what_fits():
+    scheduler = scheduler_of(2 * SIZE, on_disk(A, B, C))
+    admission = scheduler.admit("q", plan_of([A, B, C]), Policy.BLEND)
+    assert admission.loads == to_host(A, B)
+    assert admission.plan.keys == (A.key, B.key, C.key)
+    assert scheduler_of(0, on_disk(A)).admit("q", plan_of([A]), Policy.BLEND).loads == ()
+
+
+def test_a_missing_chunk_is_fresh_with_its_reason_and_the_others_stay():
+    scheduler = scheduler_of(1000, on_host(A))
+    admission = scheduler.admit("q", plan_of([A, B]), Policy.BLEND)
+    assert admission.plan.keys == (A.key,)
+    assert admission.plan.fallback_reasons == ("missing",)
+    assert admission.reason is None
+
+
+def test_full_reuses_nothing_and_pins_nothing():
+    scheduler = scheduler_of(1000, on_disk(A))
+    admission = scheduler.admit("q", plan_of([A]), Policy.FULL)
+    assert admission.plan.reused == ()
+    assert admission.plan.fallback_reasons == ()
+    assert (admission.loads, admission.reason, scheduler.pinned()) == ((), None, 0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "mode"),
+    [(0.0, "blend"), (0.15, "blend"), (0.85, "blend"), (0.9, "full"), (1.0, "full")],
+)
+def test_auto_prefills_when_blending_would_compute_nine_tenths_of_the_rows_anyway(ratio, mode):
+    """97 reusable rows and 3 of the question: 0.85 computes 85 rows of 100, 0.9 computes 90."""
+    chunk = identity_of(1, 97)
+    scheduler = scheduler_of(1000, on_disk(chunk))
+    admission = scheduler.admit("q", plan_of([chunk], make_selector("query", ratio)), Policy.AUTO)
+    if mode == "blend":
+        assert admission.plan.keys == (chunk.key,)
+        assert admission.reason is None
+        return
+    assert admission.plan.reused == ()
+    assert admission.reason == "auto_full_cheaper"
+    assert admission.plan.fallback_reasons == ("auto_full_cheaper",)
+    assert admission.loads == ()
+    assert scheduler.pinned() == 0
+
+
+def test_auto_counts_fresh_rows_and_tells_missing_chunks_from_its_own_choice():
+    small, large = identity_of(1, 4), identity_of(2, 96)
+    scheduler = scheduler_of(1000, on_disk(small))
+    admission = scheduler.admit("q", plan_of([small, large]), Policy.AUTO)
+    assert admission.plan.fallback_reasons == ("auto_full_cheaper", "missing")
+    nothing = scheduler.admit("r", plan_of([large]), Policy.AUTO)
+    assert nothing.plan.fallback_reasons == ("missing",)
+    assert nothing.reason is None
+
+
+def test_the_effective_plan_is_the_same_whatever_tier_a_chunk_is_in():
+    plan = plan_of([A, B], make_selector("query"))
+    for policy in Policy:
+        plans = [
+            scheduler_of(budget, records).admit("q", plan, policy).plan
+            for records in (on_host(A, B), on_disk(A, B), [*on_host(A), *on_disk(B)])
+            for budget in (0, SIZE, 1000)
+        ]
+        assert all(each == plans[0] for each in plans)
+
+
+def test_the_catalogue_follows_the_store():
+    scheduler = scheduler_of(1000)
+    assert scheduler.admit("1", plan_of([A]), Policy.BLEND).plan.reused == ()
+    scheduler.on_event(published(A, Tier.DISK))
+    assert scheduler.admit("2", plan_of([A]), Policy.BLEND).loads == to_host(A)
+    arrive(scheduler, [A])
+    scheduler.on_event(evicted(A, Tier.DISK))
+    assert scheduler.admit("3", plan_of([A]), Policy.BLEND).plan.keys == (A.key,)
+    scheduler.on_event(evicted(A))
+    assert scheduler.used_bytes(Tier.HOST) == 0
+    assert scheduler.admit("4", plan_of([A]), Policy.BLEND).plan.fallback_reasons == ("missing",)
+
+
+def test_events_that_say_nothing_new_change_nothing():
+    scheduler = scheduler_of(1000, on_host(A))
+    scheduler.on_event(published(A))
+    scheduler.on_event(evicted(B))
+    scheduler.on_event(Quarantined(A.key, UnavailableReason.CHECKSUM, "its checksum does not fit"))
+    scheduler.on_event(NotStored(B.key, UnavailableReason.DISK_FULL))
+    assert scheduler.used_bytes(Tier.HOST) == SIZE
+    assert scheduler.admit("q", plan_of([A]), Policy.BLEND).plan.keys == (A.key,)
+
+
+def test_a_chunk_whose_load_failed_is_not_published_any_more_unless_it_came_otherwise():
+    scheduler = scheduler_of(1000, on_disk(A, B))
+    scheduler.admit("1", plan_of([A, B]), Policy.BLEND)
+    scheduler.on_unavailable(A.key)
+    arrive(scheduler, [B])
+    scheduler.on_unavailable(B.key)
+    assert scheduler.used_bytes(Tier.HOST) == SIZE
+    admission = scheduler.admit("2", plan_of([A, B]), Policy.BLEND)
+    assert admission.plan.keys == (B.key,)
+    assert admission.loads == ()
+
+
+def test_pins_count_requests_and_return_to_zero():
+    scheduler = scheduler_of(1000, on_host(A, B))
+    scheduler.admit("1", plan_of([A, B, A]), Policy.BLEND)
+    scheduler.admit("2", plan_of([A]), Policy.BLEND)
+    assert scheduler.pinned() == 3
+    scheduler.release("1")
+    scheduler.release("1")
+    scheduler.release("nobody")
+    assert scheduler.pinned() == 1
+    scheduler.release("2")
+    assert scheduler.pinned() == 0
+
+
+def test_a_request_is_admitted_once_at_a_time():
+    scheduler = scheduler_of(1000, on_host(A))
+    scheduler.admit("1", plan_of([A]), Policy.BLEND)
+    with pytest.raises(BlendError, match="'1' was admitted before"):
+        scheduler.admit("1", plan_of([A]), Policy.BLEND)
+    assert scheduler.pinned() == 1
+    scheduler.release("1")
+    scheduler.admit("1", plan_of([A]), Policy.BLEND)
+
+
+def advice(*chunks):
+    return [Advice(chunk, 1.0 / place) for place, chunk in enumerate(chunks, start=1)]
+
+
+def test_advice_promotes_what_fits_and_evicts_only_what_nobody_wants():
+    scheduler = scheduler_of(3 * SIZE, [*on_host(A, B), *on_disk(C, D)])
+    scheduler.admit("1", plan_of([A]), Policy.BLEND)
+    step = scheduler.step(advice(C, D))
+    assert step.promotions == to_host(C, D)
+    assert keys_of(step.evictions) == [B.key]
+    assert step.evictions[0].reason == "prediction"
+
+
+def test_advised_chunks_do_not_push_one_another_out():
+    scheduler = scheduler_of(SIZE, [*on_host(A), *on_disk(B, C)])
+    step = scheduler.step(advice(A, B, C))
+    assert (step.promotions, step.evictions) == ((), ())
+    step = scheduler.step(advice(B, C))
+    assert step.promotions == to_host(B)
+    assert keys_of(step.evictions) == [A.key]
+
+
+def test_advice_about_unknown_or_present_chunks_and_none_at_all_do_nothing():
+    scheduler = scheduler_of(1000, on_host(A))
+    for nothing in ([], advice(A), advice(identity_of(77))):
+        step = scheduler.step(nothing)
+        assert (step.promotions, step.evictions) == ((), ())
+
+
+def test_a_chunk_larger_than_the_budget_evicts_nobody():
+    scheduler = scheduler_of(2 * SIZE, on_host(A, B))
+    scheduler.on_event(published(C, Tier.DISK, nbytes=2 * SIZE + 1))
+    assert scheduler.step(advice(C)).evictions == ()
+    admission = scheduler.admit("q", plan_of([C]), Policy.BLEND)
+    assert (admission.loads, admission.evictions, admission.plan.keys) == ((), (), (C.key,))
+
+
+def test_chunks_put_while_the_scheduler_takes_the_store_over_are_counted_once():
+    record = ChunkRecord(ChunkKey("k"), 10, 1, frozenset({Tier.HOST}))
+    scheduler = scheduler_of(100)
+    scheduler.on_event(Published(record.key, Tier.HOST, 10, 1))
+    scheduler.take_over([record])
+    scheduler.on_event(Published(record.key, Tier.HOST, 10, 1))
+    assert scheduler.used_bytes(Tier.HOST) == 10
+
+
+def test_what_was_ordered_to_leave_memory_for_good_is_missing_at_once():
+    scheduler = scheduler_of(SIZE, on_disk(A))
+    scheduler.on_event(published(B))
+    assert keys_of(scheduler.admit("1", plan_of([A]), Policy.BLEND).evictions) == [B.key]
+    assert scheduler.admit("2", plan_of([B]), Policy.BLEND).plan.fallback_reasons == ("missing",)
+
+
+def test_a_chunk_ordered_to_leave_can_be_ordered_back_before_it_has_left():
+    scheduler = scheduler_of(SIZE, [*on_host(A), *on_disk(B)])
+    scheduler.admit("1", plan_of([B]), Policy.BLEND)
+    scheduler.release("1")
+    scheduler.on_not_loaded(B.key)
+    assert scheduler.admit("2", plan_of([A]), Policy.BLEND).loads == to_host(A)
+    scheduler.on_event(evicted(A))
+    assert scheduler.used_bytes(Tier.HOST) == SIZE
+    arrive(scheduler, [A])
+    assert scheduler.used_bytes(Tier.HOST) == SIZE
+    assert scheduler.admit("3", plan_of([A]), Policy.BLEND).loads == ()
+
+
+def test_a_load_that_found_the_chunk_there_leaves_nothing_on_its_way():
+    scheduler = scheduler_of(SIZE, on_disk(A))
+    scheduler.admit("1", plan_of([A]), Policy.BLEND)
+    scheduler.on_not_loaded(A.key)
+    assert scheduler.used_bytes(Tier.HOST) == 0
+    assert scheduler.admit("2", plan_of([A]), Policy.BLEND).loads == to_host(A)
+
+
+# The GPU tier
+
+
+def test_an_admitted_requests_chunks_go_from_the_host_to_the_gpu_for_whoever_wants_them_next():
+    scheduler = scheduler_of(1000, [*on_host(A), *on_disk(B), *everywhere(C)], gpu=1000)
+    admission = scheduler.admit("1", plan_of([A, B, C]), Policy.BLEND)
+    assert (admission.loads, admission.promotions) == (to_host(B), to_gpu(A))
+    assert scheduler.used_bytes(Tier.GPU) == 2 * SIZE
+    assert scheduler.admit("2", plan_of([A]), Policy.BLEND).promotions == ()
+    scheduler.on_event(published(A, Tier.GPU))
+    assert scheduler.used_bytes(Tier.GPU) == 2 * SIZE
+    assert scheduler.admit("3", plan_of([A]), Policy.BLEND).promotions == ()
+    scheduler.on_event(evicted(A, Tier.GPU))
+    assert scheduler.admit("4", plan_of([A]), Policy.BLEND).promotions == to_gpu(A)
+
+
+def test_only_what_fits_beside_what_is_pinned_goes_to_the_gpu_and_never_what_is_larger_than_it():
+    scheduler = scheduler_of(1000, [*everywhere(A), *on_host(B, C)], gpu=2 * SIZE)
+    assert scheduler.admit("1", plan_of([A, B, C]), Policy.BLEND).promotions == to_gpu(B)
+    tight = scheduler_of(1000, on_host(A), gpu=SIZE - 1)
+    assert tight.admit("1", plan_of([A]), Policy.BLEND).promotions == ()
+    assert tight.step([Advice(A, 1.0)]).promotions == ()
+
+
+def test_leaving_the_gpu_takes_nothing_from_the_host_and_being_on_it_neither():
+    scheduler = scheduler_of(2 * SIZE, [*everywhere(A), *on_host(B)], gpu=SIZE)
+    admission = scheduler.admit("1", plan_of([B]), Policy.BLEND)
+    assert [(eviction.key, eviction.tier) for eviction in admission.evictions] == [(A.key, Tier.GPU)]
+    assert scheduler.used_bytes(Tier.HOST) == 2 * SIZE
+    scheduler.on_event(evicted(A, Tier.GPU))
+    assert scheduler.admit("2", plan_of([A]), Policy.BLEND).loads == ()
+
+
+def test_what_is_on_the_gpu_alone_is_used_from_there():
+    scheduler = scheduler_of(1000, gpu=1000)
+    scheduler.on_event(published(A, Tier.GPU))
+    admission = scheduler.admit("1", plan_of([A]), Policy.BLEND)
+    assert (admission.plan.keys, admission.loads, admission.promotions) == ((A.key,), (), ())
+
+
+def test_advice_takes_the_gpu_only_with_confidence_and_only_from_the_host():
+    scheduler = scheduler_of(1000, [*on_host(A, B), *on_disk(C)], gpu=1000)
+    step = scheduler.step([Advice(A, GPU_CONFIDENCE), Advice(B, GPU_CONFIDENCE - 0.01), Advice(C, 1.0)])
+    assert step.promotions == (*to_gpu(A), *to_host(C))
+    assert scheduler.step([Advice(A, 1.0)]).promotions == ()
+
+
+def test_a_load_to_the_gpu_that_did_not_come_gives_only_that_room_back():
+    scheduler = scheduler_of(1000, on_host(A), gpu=1000)
+    scheduler.admit("1", plan_of([A]), Policy.BLEND)
+    scheduler.on_not_loaded(A.key, Tier.GPU)
+    assert (scheduler.used_bytes(Tier.GPU), scheduler.used_bytes(Tier.HOST)) == (0, SIZE)
+    assert scheduler.admit("2", plan_of([A]), Policy.BLEND).promotions == to_gpu(A)
+
+
+# Budgets that change
+
+
+def test_a_smaller_budget_evicts_at_once_what_is_free_and_the_rest_as_pins_go():
+    scheduler = scheduler_of(4 * SIZE, on_host(A, B, C))
+    scheduler.admit("1", plan_of([A, B]), Policy.BLEND)
+    evictions = scheduler.set_budget(Tier.HOST, SIZE)
+    assert [(eviction.key, eviction.reason, eviction.tier) for eviction in evictions] == [(C.key, "budget", Tier.HOST)]
+    assert scheduler.step([]).evictions == ()
+    scheduler.release("1")
+    assert keys_of(scheduler.step([]).evictions) == [A.key]
+    assert scheduler.used_bytes(Tier.HOST) == scheduler.budget_bytes(Tier.HOST) == SIZE
+    assert scheduler.step([]).evictions == ()
+
+
+def test_what_was_on_its_way_when_the_budget_shrank_leaves_after_it_came():
+    scheduler = scheduler_of(1000, on_disk(A))
+    scheduler.admit("1", plan_of([A]), Policy.BLEND)
+    assert scheduler.set_budget(Tier.HOST, 0) == ()
+    arrive(scheduler, [A])
+    scheduler.release("1")
+    assert keys_of(scheduler.step([]).evictions) == [A.key]
+
+
+def test_a_larger_budget_is_used_from_the_next_decision_on():
+    scheduler = scheduler_of(0, on_host(), gpu=0)
+    scheduler.on_event(published(A, Tier.DISK))
+    assert scheduler.admit("1", plan_of([A]), Policy.BLEND).loads == ()
+    assert scheduler.set_budget(Tier.HOST, SIZE) == scheduler.set_budget(Tier.GPU, SIZE) == ()
+    assert scheduler.admit("2", plan_of([A]), Policy.BLEND).loads == to_host(A)
+    arrive(scheduler, [A])
+    assert scheduler.admit("3", plan_of([A]), Policy.BLEND).promotions == to_gpu(A)
+
+
+@pytest.mark.parametrize(("tier", "nbytes"), [(Tier.DISK, 10), (Tier.REMOTE, 10), (Tier.HOST, -1)])
+def test_a_budget_that_makes_no_sense_is_refused(tier, nbytes):
+    with pytest.raises(BlendError, match=tier.value):
+        scheduler_of(1000).set_budget(tier, nbytes)
+
+
+# Costs
+
+
+def costs(disk=10.0, rows=10.0, squared=0.0):
+    """A chunk of `SIZE` bytes and 4 tokens takes 10 s from disk and 0.4 s to compute."""
+    return CostModel({Tier.HOST: 1e4, Tier.DISK: disk}, {Tier.DISK: 0.0}, rows, squared)
+
+
+def test_auto_prefills_what_would_load_more_slowly_and_says_so():
+    """7 rows: 0.7 s to prefill. From the host 0.01 s and 0.3 s for the question; from the disk 10 s."""
+    for records, mode in ((on_host(A), "blend"), (on_disk(A), "full"), (everywhere(A), "blend")):
+        scheduler = scheduler_of(1000, records, costs=costs())
+        admission = scheduler.admit("q", plan_of([A]), Policy.AUTO)
+        assert admission.reason == (None if mode == "blend" else "auto_load_slower")
+        assert bool(admission.plan.reused) == (mode == "blend")
+        if mode == "full":
+            assert admission.plan.fallback_reasons == ("auto_load_slower",)
+            assert (admission.loads, admission.promotions, scheduler.pinned()) == ((), (), 0)
+
+
+def test_auto_compares_loading_and_recomputing_together_with_prefilling():
+    """0.7 s to prefill against the question's 0.3 s and the load: worth it up to 0.4 s."""
+    for disk, blends in ((SIZE / 0.39, True), (SIZE / 0.41, False)):
+        scheduler = scheduler_of(1000, on_disk(A), costs=costs(disk))
+        assert bool(scheduler.admit("q", plan_of([A]), Policy.AUTO).plan.reused) == blends
+
+
+def test_costs_can_come_later_and_count_from_then_on():
+    scheduler = scheduler_of(1000, on_disk(A))
+    assert scheduler.admit("1", plan_of([A]), Policy.AUTO).reason is None
+    scheduler.on_not_loaded(A.key)
+    scheduler.calibrate(costs())
+    assert scheduler.admit("2", plan_of([A]), Policy.AUTO).reason == "auto_load_slower"
+
+
+def test_blend_is_blended_however_slow_the_load_and_whatever_is_advised():
+    for records in (on_host(A, B), on_disk(A, B), everywhere(A, B)):
+        for pieces in ([], [Advice(A, 1.0)]):
+            scheduler = scheduler_of(SIZE, records, gpu=SIZE, costs=costs(disk=1e-6))
+            scheduler.step(pieces)
+            admission = scheduler.admit("q", plan_of([A, B]), Policy.BLEND)
+            assert (admission.plan, admission.reason) == (plan_of([A, B]), None)
+
+
+class NotesCosts(LruPolicy):
+    """Notes what each chunk is said to cost."""
+
+    def __init__(self):
+        super().__init__()
+        self.costs = {}
+
+    def add(self, key, nbytes, cost_s=0.0):
+        super().add(key, nbytes, cost_s)
+        self.costs[key] = cost_s
+
+
+def test_a_chunk_costs_the_cheaper_of_the_next_tier_and_computing_it():
+    """From the host 0.01 s, from the disk 10 or 0.1 s, computed 0.4 s."""
+    made = []
+
+    def policy():
+        made.append(NotesCosts())
+        return made[-1]
+
+    records = [*everywhere(A), *on_host(B), ChunkRecord(C.key, SIZE, 4, frozenset({Tier.HOST}))]
+    for disk, from_disk in ((10.0, 0.4), (1000.0, 0.1)):
+        made.clear()
+        ChunkScheduler({Tier.HOST: 1000, Tier.GPU: 1000}, records, policy, costs(disk))
+        gpu, host = made
+        assert gpu.costs == {A.key: pytest.approx(0.01)}
+        assert host.costs == {key: pytest.approx(from_disk) for key in (A.key, B.key)} | {C.key: pytest.approx(0.4)}
+    ChunkScheduler({Tier.HOST: 1000}, records, policy)
+    assert set(made[-1].costs.values()) == {0.0}
+
+
+def test_seconds_follow_from_measured_rates():
+    model = CostModel({Tier.HOST: 100.0, Tier.DISK: 10.0}, {Tier.DISK: 0.5}, 10.0, 0.01)
+    assert model.load_seconds({Tier.HOST: 50, Tier.DISK: 20, Tier.GPU: 99, Tier.REMOTE: 99}) == pytest.approx(3.0)
+    assert model.load_seconds({Tier.DISK: 0}) == 0.0
+    assert model.prefill_seconds(10, 0) == pytest.approx(1.5)
+    assert model.prefill_seconds(10, 20) == pytest.approx(3.5)
+    assert model.recompute_seconds(10, 10) == model.prefill_seconds(10, 0)
+    assert model.prefill_seconds(4, 0) + model.prefill_seconds(6, 4) == pytest.approx(model.prefill_seconds(10, 0))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ({Tier.DISK: 0.0}, {}, 1.0),
+        ({Tier.DISK: float("nan")}, {}, 1.0),
+        ({}, {Tier.DISK: -1.0}, 1.0),
+        ({}, {}, 0.0),
+        ({}, {}, 1.0, float("inf")),
+    ],
+)
+def test_measurements_that_are_none_are_refused(values):
+    with pytest.raises(BlendError, match="measured"):
+        CostModel(*values)
+
+
+# Advice
+
+
+class NotesAdvice(LruPolicy):
+    """Notes what is expected of each chunk."""
+
+    def __init__(self):
+        super().__init__()
+        self.expected = []
+
+    def expect(self, key, confidence):
+        self.expected.append((key, confidence))
+
+
+def test_a_policy_hears_of_advice_when_it_changes_and_when_the_chunk_comes():
+    made = []
+
+    def policy():
+        made.append(NotesAdvice())
+        return made[-1]
+
+    scheduler = ChunkScheduler({Tier.HOST: 1000}, [*on_host(A), *on_disk(B)], policy)
+    told = made[1].expected
+    scheduler.step([Advice(A, 0.3), Advice(B, float("nan")), Advice(C, 1.0)])
+    assert told == [(A.key, 0.3)]
+    scheduler.step([Advice(A, 0.3), Advice(B, 9.0)])
+    assert told == [(A.key, 0.3)]
+    arrive(scheduler, [B])
+    assert told[1:] == [(B.key, 1.0)]
+    scheduler.step([Advice(A, 0.2)])
+    assert told[2:] == [(B.key, 0.0), (A.key, 0.2)]
+    scheduler.step([])
+    assert told[4:] == [(A.key, 0.0)]
+    assert made[0].expected == []
+
+
+def test_a_request_may_push_out_what_is_only_advised():
+    scheduler = scheduler_of(SIZE, [*on_host(A), *on_disk(B)])
+    scheduler.step([Advice(A, 1.0)])
+    assert scheduler.admit("q", plan_of([B]), Policy.BLEND).loads == to_host(B)
