@@ -16,6 +16,9 @@ class CollectRequests:
     def __init__(self) -> None:
         self._collecting: dict[str, Collecting] = {}
 
+    def __len__(self) -> int:
+        return len(self._collecting)
+
     def enter(self, request: Any, identity: ChunkIdentity) -> None:
         """vLLM's request will collect this chunk."""
         self._collecting[request.request_id] = Collecting(request, identity)

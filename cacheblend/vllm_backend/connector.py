@@ -183,14 +183,16 @@ class CacheBlendConnector(KVConnectorBase_V1):
 def _make_scheduler_half(vllm_config: VllmConfig, settings: ConnectorSettings, root: Path | None) -> SchedulerHalf:
     ranks = vllm_config.parallel_config.tensor_parallel_size
     directory = ChunkDirectory(root, ranks)
-    budgets = {Tier.HOST: settings.host_budget_bytes, Tier.GPU: settings.gpu_pool_bytes}
+    budgets = {Tier.HOST: settings.host_budget_bytes}
+    if settings.gpu_pool_bytes and vllm_config.device_config.device_type == "cuda":
+        budgets[Tier.GPU] = settings.gpu_pool_bytes
     scheduler = ChunkScheduler(budgets, policy=lambda: make_policy(settings.eviction))
     if directory.folder is not None:
         directory.folder.subscribe(scheduler.on_event)
     scheduler.take_over(directory.records())
     stats = BlendStats()
     predictor = ProcessPredictor() if settings.prediction else None
-    traffic = ChunkTraffic(scheduler, directory, predictor, ranks, stats)
+    traffic = ChunkTraffic(scheduler, tuple(budgets), directory, predictor, ranks, stats)
     config = transformers_config(vllm_config)
     bos = config.bos_token_id if isinstance(config.bos_token_id, int) else None
     planner = Planner(fingerprint_of(vllm_config), directory, settings, config.num_hidden_layers, bos)
@@ -210,6 +212,8 @@ def _announce(vllm_config: VllmConfig, settings: ConnectorSettings, root: Path |
         root if root is not None else "memory only",
         ", ".join(refused),
     )
+    if settings.gpu_pool_bytes and vllm_config.device_config.device_type != "cuda":
+        logger.warning("cacheblend: there is no GPU, so `gpu_pool_bytes` is not used")
     if settings.store is not None and root is None:
         logger.warning("cacheblend: dummy weights' chunks stay in memory; '%s' is not used", settings.store)
     if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":

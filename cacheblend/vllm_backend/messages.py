@@ -64,6 +64,7 @@ class StepOrders(KVConnectorMetadata):
         blends: new blends, in the order they were admitted.
         cancels: requests whose blend nobody wants any more.
         collects: chunks whose KV this step completes.
+        missed: chunks that were asked for and are in no tier that is known; a remote server may have them.
         idle: whether the step computes nothing, so that a worker may wait for a load instead of turning around.
     """
 
@@ -74,6 +75,7 @@ class StepOrders(KVConnectorMetadata):
     blends: tuple[BlendOrder, ...] = ()
     cancels: tuple[str, ...] = ()
     collects: tuple[CollectOrder, ...] = ()
+    missed: tuple[ChunkIdentity, ...] = ()
     idle: bool = False
 
 

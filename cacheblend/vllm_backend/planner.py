@@ -38,6 +38,7 @@ class Planner:
         self._settings = settings
         self._num_layers = num_layers
         self._bos = bos
+        self._missed: dict[ChunkIdentity, None] = {}
         self._checked(make_selector(settings.selector, settings.ratio))
 
     def policy(self, params: BlendParams) -> Policy:
@@ -73,6 +74,12 @@ class Planner:
         segments.append(Segment(SegmentRole.QUESTION, tuple(token_ids[start:end])))
         return BlendPlan(tuple(segments), selector)
 
+    def take_missed(self) -> tuple[ChunkIdentity, ...]:
+        """Chunks that were not there since the last call, where a remote server could have them."""
+        missed = tuple(self._missed)
+        self._missed.clear()
+        return missed
+
     def candidates(self, token_ids: Sequence[int], params: BlendParams) -> tuple[ChunkIdentity, ...]:
         """Those of the request's candidates that are there."""
         head = self._head(token_ids, params)
@@ -93,6 +100,8 @@ class Planner:
             # A namespace is filled for the prompt that follows, which must not wait for the next look at the folder.
             self._directory.look_again()
         identity, reason = self._directory.find(fingerprint, ids, list(prefixes))
+        if identity is None and self._settings.remote is not None:
+            self._missed[ChunkIdentity(fingerprint, head, ids)] = None
         if reason is UnavailableReason.OTHER_MODEL and fingerprint != self.fingerprint:
             # A namespace is part of the fingerprint: the model is the same, the chunk is not in it.
             reason = UnavailableReason.MISSING

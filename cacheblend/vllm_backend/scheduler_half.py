@@ -148,6 +148,7 @@ class SchedulerHalf:
             tuple(self._blends),
             tuple(self._cancels),
             tuple(self._collecting.orders(output)),
+            self._planner.take_missed(),
             idle=output.total_num_scheduled_tokens == 0,
         )
         for waiting in (self._budgets, self._blends, self._cancels):
@@ -236,9 +237,15 @@ class SchedulerHalf:
         if not self._settings.accept_budgets:
             logger.warning("request %s may not change budgets: `accept_budgets` is off", request.request_id)
             return
+        held = self._traffic.budgets()
         for name, nbytes in params.budgets.items():
             tier = Tier(name)
-            self._traffic.set_budget(tier, nbytes)
+            if tier not in held:
+                logger.warning("the workers have no tier %s whose budget could change", name)
+                continue
+            if nbytes < held[tier]:
+                # A larger one counts when the workers have found the memory for it.
+                self._traffic.set_budget(tier, nbytes)
             self._budgets[tier] = nbytes
 
     def _tell_of_tokens(self, output: Any) -> None:

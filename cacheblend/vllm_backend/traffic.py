@@ -29,6 +29,7 @@ class ChunkTraffic:
 
     Args:
         scheduler: decides.
+        tiers: the memory tiers that the workers have.
         directory: which chunks there are.
         predictor: advises; None for nobody.
         ranks: tensor-parallel size.
@@ -38,12 +39,14 @@ class ChunkTraffic:
     def __init__(
         self,
         scheduler: ChunkScheduler,
+        tiers: Sequence[Tier],
         directory: ChunkDirectory,
         predictor: SpeculativePredictor | None,
         ranks: int,
         stats: BlendStats,
     ) -> None:
         self._scheduler = scheduler
+        self._tiers = tiers
         self._directory = directory
         self._predictor = predictor
         self._arrivals = Arrivals(ranks)
@@ -130,7 +133,7 @@ class ChunkTraffic:
 
     def budgets(self) -> dict[Tier, int]:
         """The byte budgets of the memory tiers."""
-        return {tier: self._scheduler.budget_bytes(tier) for tier in (Tier.HOST, Tier.GPU)}
+        return {tier: self._scheduler.budget_bytes(tier) for tier in self._tiers}
 
     def calibrate(self, costs: CostModel) -> None:
         """Decide by measured costs from now on."""
@@ -160,7 +163,7 @@ class ChunkTraffic:
     def _gauge(self) -> None:
         """Say what the tiers hold now, if that has changed."""
         now = {("transfers_in_flight", ""): len(self._arrivals), ("pins", ""): self._scheduler.pinned()}
-        for tier in (Tier.HOST, Tier.GPU):
+        for tier in self._tiers:
             now["tier_bytes", tier.value] = self._scheduler.used_bytes(tier)
             now["tier_budget_bytes", tier.value] = self._scheduler.budget_bytes(tier)
         for (name, label), value in now.items():

@@ -102,6 +102,7 @@ class WorkerHalf:
         for tier, nbytes in orders.budgets.items():
             self._report.budgets[tier] = self._held.set_budget(tier, nbytes)
         prefetcher.start(orders.transfers)
+        self._held.look_remote(orders.missed)
         for order in orders.blends:
             self._pages_of[order.request_id] = order
             self._ready()[1].submit(order)
@@ -174,7 +175,7 @@ class WorkerHalf:
         layers = [torch.stack(layer.read(slots)) for layer in forward.pages]
         chunk = ChunkKV(identity, torch.stack(layers).cpu(), self._ranks.shard)
         try:
-            report = self._held.store.put(chunk)
+            report = self._held.put(chunk)
         except StoreError as error:
             logger.warning("chunk %s was not kept: %s", identity.key[:12], error)
             return Collected(identity.key, False, False, None, tokens, chunk.nbytes)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -12,16 +15,19 @@ from cacheblend.errors import BlendError
 from cacheblend.vllm_backend.forward import LayersForward
 from cacheblend.vllm_backend.placement import staging_bytes
 from cacheblend.vllm_backend.settings import ConnectorSettings
+from kvstore.chunk import ChunkKV
 from kvstore.cuda_transfer import CudaPrefetcher
 from kvstore.errors import StoreError
 from kvstore.gpu import GpuPool, require_free
-from kvstore.key import ShardLayout
+from kvstore.key import ChunkIdentity, ShardLayout
 from kvstore.remote import RemoteTier
 from kvstore.store import ChunkStore
-from kvstore.tiers import Tier
+from kvstore.tiers import PutReport, Tier
 from kvstore.transfer import AsyncPrefetcher, ThreadPrefetcher
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -31,10 +37,30 @@ class WorkerStore:
     Attributes:
         store: where they are.
         prefetcher: moves them.
+        background: talks to the remote server, one thing after another.
+        has_remote: whether there is one.
     """
 
     store: ChunkStore
     prefetcher: AsyncPrefetcher
+    background: ThreadPoolExecutor
+    has_remote: bool
+
+    def put(self, chunk: ChunkKV) -> PutReport:
+        """Keep a chunk; a remote server gets it in the background.
+
+        Raises:
+            StoreError: the store is closed.
+        """
+        report = self.store.put(chunk, remote=False)
+        if self.has_remote:
+            self.background.submit(_logged, self.store.put_on_remote, chunk)
+        return report
+
+    def look_remote(self, identities: Sequence[ChunkIdentity]) -> None:
+        """Ask the remote server for these chunks in the background; those it has are published."""
+        if identities and self.has_remote:
+            self.background.submit(_logged, self.store.look_remote, identities)
 
     def set_budget(self, tier: Tier, nbytes: int) -> int:
         """Change a memory tier's budget.
@@ -50,6 +76,7 @@ class WorkerStore:
 
     def close(self) -> None:
         """Stop the transfers, then give the memory back."""
+        self.background.shutdown(wait=True, cancel_futures=True)
         self.prefetcher.close()
         self.store.close()
 
@@ -85,7 +112,17 @@ def open_store(
         )
     except StoreError as error:
         raise BlendError(str(error)) from error
-    return WorkerStore(store, ThreadPrefetcher(store) if pool is None else CudaPrefetcher(store))
+    prefetcher = ThreadPrefetcher(store) if pool is None else CudaPrefetcher(store)
+    background = ThreadPoolExecutor(1, thread_name_prefix="remote-chunks")
+    return WorkerStore(store, prefetcher, background, settings.remote is not None)
+
+
+def _logged(call: Callable[[T], object], argument: T) -> None:
+    try:
+        call(argument)
+    except Exception:
+        # Whatever it was: nobody waits for it, and the chunk is where it was.
+        logger.exception("the remote server could not be used")
 
 
 def _require_room(nbytes: int, device: torch.device) -> None:

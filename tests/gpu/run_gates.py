@@ -30,6 +30,7 @@ ENGINES = (
     "qwen3-linear",
     "mistral-default",
     "llama-compiled",
+    "llama-gpu-pool",
     "llama-no-prefix-caching",
     "llama-process",
     "llama-ngram",

@@ -17,6 +17,7 @@ from cacheblend.reference.runner import ReferenceRunner
 from cacheblend.selectors.given import GivenRowsSelector
 from kvstore.key import ChunkIdentity, ShardLayout
 from kvstore.store import ChunkStore
+from kvstore.tiers import Tier
 
 GIB = 1 << 30
 ALL_LOGPROBS = -1
@@ -155,6 +156,24 @@ class EngineBench:
     @property
     def scheduler(self) -> Any:
         return self.engine.engine_core.engine_core.scheduler
+
+    @property
+    def chunk_store(self) -> ChunkStore:
+        """The worker's store; of an engine in this process only."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._worker_half._held.store
+
+    def forget_host_copies(self) -> None:
+        """Let every chunk leave the worker's host memory, behind the scheduler's back."""
+        for record in self.chunk_store.records():
+            self.chunk_store.evict(record.key, Tier.HOST)
+
+    def change_budgets(self, **nbytes: int) -> dict[str, int]:
+        """Have a request change byte budgets; those that hold afterwards."""
+        params = {"cacheblend": {"version": 1, "budgets": nbytes}}
+        (output,) = self._serve([((5, 6, 7), params)], {"max_tokens": 3})
+        return dict(output.kv_transfer_params["cacheblend"]["budgets"])
 
     def stored_layer(
         self, chunk: Sequence[int], prefix: Sequence[int], layer: int

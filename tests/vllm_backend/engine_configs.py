@@ -39,7 +39,7 @@ TINY_POOL = {"num_gpu_blocks_override": 40, "max_model_len": 1184}
 EVERYTHING = {"settings": SMALL_STEPS, "engine": SMALL_BUDGET}
 
 CONFIGS = {
-    "llama": EngineConfig("llama-default"),
+    "llama": EngineConfig("llama-default", {"accept_budgets": True}),
     "llama-tiny-pool": EngineConfig("llama-default", {**SMALL_STEPS, **SMALL_STORE}, {**SMALL_BUDGET, **TINY_POOL}),
     "llama-llama3": EngineConfig("llama-llama3", **EVERYTHING),
     "qwen2-yarn": EngineConfig("qwen2-yarn", **EVERYTHING),
@@ -71,6 +71,7 @@ CONFIGS = {
         in_process=False,
         in_matrix_only=True,
     ),
+    "llama-gpu-pool": EngineConfig("llama-default", {"gpu_pool_bytes": 1 << 20}, in_matrix_only=True),
     "llama-runs": EngineConfig("llama-default", {"attention": "runs"}, in_matrix_only=True),
     "qwen3-yarn": EngineConfig("qwen3-yarn", **EVERYTHING, in_matrix_only=True),
     "qwen3-llama3": EngineConfig("qwen3-llama3", **EVERYTHING, in_matrix_only=True),

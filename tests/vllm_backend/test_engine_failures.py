@@ -26,7 +26,7 @@ def nothing_is_held(engine):
     half = engine.scheduler_half
     assert half.pinned() == 0
     assert half._tracked == {}
-    assert half._collecting == {}
+    assert len(half._collecting) == 0
     assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
 
 
@@ -53,22 +53,8 @@ def own_chunk(engine, corpus, request):
     return chunk
 
 
-def forget_host_copies(engine):
-    worker_store = worker(engine)._store
-    from kvstore.tiers import Tier
-
-    for record in worker_store.records():
-        worker_store.evict(record.key, Tier.HOST)
-
-
-def worker(engine):
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    return get_kv_transfer_group()._worker_half
-
-
 def test_a_chunk_deleted_between_plan_and_use_is_computed(engine, corpus, own_chunk):
-    forget_host_copies(engine)
+    engine.forget_host_copies()
     ask = prompt(corpus.head, [own_chunk, corpus.chunks[3]], corpus.question, selector="chunk_head")
     request = engine.add(ask)
     for path in files_of(engine, own_chunk, corpus.head):
@@ -81,7 +67,7 @@ def test_a_chunk_deleted_between_plan_and_use_is_computed(engine, corpus, own_ch
 
 
 def test_a_file_that_is_damaged_while_a_request_waits_is_not_used(engine, corpus, own_chunk):
-    forget_host_copies(engine)
+    engine.forget_host_copies()
     ask = prompt(corpus.head, [own_chunk, corpus.chunks[3]], corpus.question, selector="query")
     request = engine.add(ask)
     (path,) = files_of(engine, own_chunk, corpus.head)
@@ -95,7 +81,7 @@ def test_a_file_that_is_damaged_while_a_request_waits_is_not_used(engine, corpus
 
 
 def test_a_request_whose_only_chunk_cannot_be_loaded_is_a_full_prefill(engine, corpus, own_chunk):
-    forget_host_copies(engine)
+    engine.forget_host_copies()
     ask = prompt(corpus.head, [own_chunk], corpus.question, selector="none")
     request = engine.add(ask)
     (path,) = files_of(engine, own_chunk, corpus.head)
@@ -109,7 +95,7 @@ def test_a_request_whose_only_chunk_cannot_be_loaded_is_a_full_prefill(engine, c
 def test_what_a_failed_load_computed_serves_nobody_else(engine, corpus, own_chunk):
     """After the chunk is there again, the same prompt is blended with it, not found as it was without."""
     ask = prompt(corpus.head, [corpus.chunks[3], own_chunk], engine.ids(8, 5), selector="chunk_head")
-    forget_host_copies(engine)
+    engine.forget_host_copies()
     request = engine.add(ask)
     for path in files_of(engine, own_chunk, corpus.head):
         path.unlink()
@@ -169,7 +155,7 @@ def test_a_store_that_raises_does_not_fail_the_request_that_collects(engine, cor
 
 @pytest.mark.parametrize("steps", range(5))
 def test_aborting_at_any_time_lets_go_of_everything(engine, corpus, steps):
-    forget_host_copies(engine)
+    engine.forget_host_copies()
     doomed = [
         corpus.ask(0, 1, 2, selector=name, question=engine.ids(10, 300 + i))
         for i, name in enumerate(("chunk_head", "query", "deviation"))

@@ -115,7 +115,7 @@ def test_a_request_preempted_into_another_plan_chooses_that_plans_rows(engine, c
     engine.collect([late], corpus.head)
     chunks = [corpus.chunks[2], late, corpus.chunks[3]]
     ask = prompt(corpus.head, chunks, engine.ids(40, 9801), selector="chunk_head", head_tokens=30)
-    entries = engine.scheduler_half._scheduler._catalogue._entries
+    entries = engine.scheduler_half._traffic._scheduler._catalogue
     key = engine.identity(late, corpus.head).key
     # Unknown when the request is admitted, known again when it is preempted.
     entry = entries.pop(key)
