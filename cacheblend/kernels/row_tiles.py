@@ -186,8 +186,8 @@ class RowTiles:
         # The longest start first, so that the short ones fill the gaps at the end.
         work.sort(key=lambda item: item[3] - item[4])
         return cls(
-            work=torch.tensor(work, dtype=torch.int32, device=device).view(-1, 6),
-            merges=torch.tensor(merges, dtype=torch.int32, device=device).view(-1, 4),
+            work=_on_device(work, device).view(-1, 6),
+            merges=_on_device(merges, device).view(-1, 4),
             parts=parts,
             rows=len(places),
             requests=max(requests, default=-1) + 1,
@@ -195,6 +195,12 @@ class RowTiles:
             group=group,
             config=config,
         )
+
+
+def _on_device(table: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
+    """An int32 copy that nobody waits for."""
+    rows = torch.tensor(table, dtype=torch.int32)
+    return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows.to(device)
 
 
 def _require_sorted(requests: list[int], places: list[int]) -> None:

@@ -113,7 +113,7 @@ class BlendBatch:
         with times.stage("load"):
             prompts = [self._load(order) for order in self.orders]
             spans = [span for prompt in prompts for span in prompt.placed()]
-            placement = place_layers(spans, self.forward.pages, self.rotary, self.forward.device)
+            placement = place_layers(spans, self.forward, self.rotary)
 
         def place(layer: int) -> None:
             if placement.is_due(layer):

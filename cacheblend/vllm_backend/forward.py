@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from cacheblend.errors import UnsupportedModelError
+from cacheblend.kernels.place_rows import LayersPages
 from cacheblend.vllm_backend.attention import PassAttention, RowsAttention, RunsAttention
 from cacheblend.vllm_backend.eager import eager_kernels
 from cacheblend.vllm_backend.hidden import Hidden
 from cacheblend.vllm_backend.layer_graphs import LayerGraphs, RowsGraph
-from cacheblend.vllm_backend.pages import LayerPages, PageLayout
+from cacheblend.vllm_backend.pages import LayerPages, PageLayout, layers_pages
 from cacheblend.vllm_backend.rows import RowBatch
 
 
@@ -90,6 +92,11 @@ class LayersForward:
         """Whether passes can replay graphs: with our own attention, and without ranks that talk within a layer."""
         alone = self._config.parallel_config.world_size == 1
         return self.device.type == "cuda" and self.kernel == "rows" and alone
+
+    @cached_property
+    def layers_pages(self) -> LayersPages:
+        """The pages of all layers as one; only where they are strided views."""
+        return layers_pages(self.pages)
 
     def attention(self, rows: RowBatch) -> PassAttention:
         """The attention of a pass over `rows`."""

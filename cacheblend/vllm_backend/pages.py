@@ -7,12 +7,14 @@ plain strides is then read (and handed to kernels) as a view; a packed one is re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from cacheblend.errors import BlendError
 from cacheblend.kernels.pages import PagedLayer
+from cacheblend.kernels.place_rows import LayersPages
 
 _DIGIT = 128
 """Base of the ramps' digits: every float dtype holds whole numbers below it exactly."""
@@ -131,6 +133,20 @@ class LayerPages:
     def read(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (rotated) and values at `slots` ([n] int64), each [n, kv_heads, head_dim]."""
         return self._layout.read(self._cache, slots)
+
+
+def layers_pages(pages: Sequence[LayerPages]) -> LayersPages:
+    """All layers' pages as the kernel takes them.
+
+    Args:
+        pages: of each layer, strided views.
+    """
+    views = [page.views for page in pages]
+    assert views[0] is not None
+    keys, values = views[0]
+    starts = [view[0].data_ptr() for view in views if view is not None]
+    offsets = [(start - starts[0]) // keys.element_size() for start in starts]
+    return LayersPages(keys, values, torch.tensor(offsets, device=keys.device))
 
 
 def _heads_together(rows: torch.Tensor) -> torch.Tensor:

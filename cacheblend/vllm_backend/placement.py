@@ -62,23 +62,17 @@ class LayerPlacement(Protocol):
         ...
 
 
-def place_layers(
-    spans: Sequence[PlacedSpan], pages: Sequence[LayerPages], rotary: RotaryTables, device: torch.device
-) -> LayerPlacement:
+def place_layers(spans: Sequence[PlacedSpan], forward: LayersForward, rotary: RotaryTables) -> LayerPlacement:
     """How `spans` get into the pages of each layer.
 
     Args:
         spans: what to write; none empty.
-        pages: of each layer.
+        forward: knows the pages and the device.
         rotary: of the model.
-        device: of the model.
     """
-    on_gpu = device.type == "cuda" and pages[0].views is not None
-    return (
-        StagedPlacement(spans, pages, rotary, device)
-        if spans and on_gpu
-        else PlainPlacement(spans, pages, rotary, device)
-    )
+    if spans and forward.device.type == "cuda" and forward.pages[0].views is not None:
+        return StagedPlacement(spans, forward.layers_pages, rotary, forward.device)
+    return PlainPlacement(spans, forward.pages, rotary, forward.device)
 
 
 class PlainPlacement:
@@ -121,12 +115,12 @@ class StagedPlacement:
     def __init__(
         self,
         spans: Sequence[PlacedSpan],
-        pages: Sequence[LayerPages],
+        pages: LayersPages,
         rotary: RotaryTables,
         device: torch.device,
     ) -> None:
-        self._pages = layers_pages(pages)
-        self._layers = len(pages)
+        self._pages = pages
+        self._layers = len(pages.layer_offsets)
         self._rotations = rotary.all
         self._device = device
         self._next = 0
@@ -203,20 +197,6 @@ def staging_bytes(rows: int, forward: LayersForward) -> int:
     """Bytes of the two buffers through which `rows` rows of chunks on the host come to a GPU."""
     row = 2 * forward.kv_heads * forward.head_dim * forward.dtype.itemsize
     return 2 * min(LAYERS_TOGETHER, forward.num_layers) * rows * row
-
-
-def layers_pages(pages: Sequence[LayerPages]) -> LayersPages:
-    """All layers' pages as the kernel takes them.
-
-    Args:
-        pages: of each layer, strided views.
-    """
-    views = [page.views for page in pages]
-    assert views[0] is not None
-    keys, values = views[0]
-    starts = [view[0].data_ptr() for view in views if view is not None]
-    offsets = [(start - starts[0]) // keys.element_size() for start in starts]
-    return LayersPages(keys, values, torch.tensor(offsets, device=keys.device))
 
 
 def _slots(spans: Sequence[PlacedSpan], device: torch.device) -> torch.Tensor:

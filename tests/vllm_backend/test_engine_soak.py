@@ -21,7 +21,6 @@ import psutil
 from engine_bench import Ask, error
 from engine_cases import SELECTORS, prompt
 from engine_configs import TOLERANCE
-from test_engine_failures import forget_host_copies
 
 SECONDS = float(os.environ.get("CACHEBLEND_SOAK_SECONDS", "45"))
 WAVE = 7
