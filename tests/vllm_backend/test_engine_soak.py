@@ -94,7 +94,7 @@ class Soak:
                     content[self.random.randrange(len(content))] ^= 1 << self.random.randrange(8)
                     path.write_bytes(bytes(content))
         elif kind < 0.85:
-            forget_host_copies(self.engine)
+            self.engine.forget_host_copies()
 
     def check(self, ask: Ask, answer) -> None:
         self.counts["plain" if ask.plain else answer.meta["mode"]] += 1

@@ -52,7 +52,8 @@ def test_a_chunk_that_64_requests_want_at_once_is_loaded_once(engine, corpus):
     asks = [corpus.ask(0, question=engine.ids(8, 7000 + number), selector="none") for number in range(64)]
     with Loads(engine.chunk_store) as loads:
         answers = engine.ask(*asks)
-    assert loads.count == {engine.identity(corpus.chunks[0], corpus.head).key: 1}
+    # Prediction may bring others.
+    assert loads.count[engine.identity(corpus.chunks[0], corpus.head).key] == 1
     assert {answer.meta["mode"] for answer in answers} == {"blend"}
 
 
@@ -64,7 +65,7 @@ def test_twenty_batches_of_permuted_chunks_load_each_chunk_once(engine, corpus):
         for number, order in enumerate(orders):
             answer = engine.one(corpus.ask(*order, question=engine.ids(8, 7100 + number), selector="chunk_head"))
             assert answer.meta["mode"] == "blend"
-    assert loads.count == dict.fromkeys((engine.identity(c, corpus.head).key for c in corpus.chunks), 1)
+    assert [loads.count[engine.identity(chunk, corpus.head).key] for chunk in corpus.chunks] == [1, 1, 1, 1]
 
 
 def test_a_chunk_evicted_between_look_up_and_use_is_read_through_from_disk(engine, corpus):
