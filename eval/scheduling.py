@@ -2,16 +2,17 @@
 
     python -m eval.scheduling --out scheduling.json
 
-Each step tells the scheduler what has moved since the last one and hands it sixteen pieces of advice; one step in
-twenty admits a request of ten chunks, whose pins go two steps later, when its blend would have ended. In each step one
-new piece is about a chunk in no memory and another one, with much confidence, about a chunk that is not on the GPU: two
-promotions a step, each with its eviction, are more than a GPU host can carry out in a decode step of 5 ms. The other
-pieces stay until the next admission, as a look-ahead's do: four are about chunks in memory and ten about chunks that
-nobody has stored, so that a catalogue of ten chunks has as much to move and to look at as any other one. In the row
-"all new" all sixteen pieces are about stored chunks and are replaced at every step. Four fifths of each catalogue fit
-into host memory and two fifths onto the GPU, both full. All catalogues take turns in one run. Garbage collection is
-on; what it takes between two steps counts as a step's, too. What there is at start is frozen (`gc.freeze`), as vLLM's
-engine core does.
+Each step tells the scheduler what has moved since the last one and hands it sixteen pieces of advice, the most that an
+engine has applied in a step; one step in twenty admits a request of ten chunks, whose pins go two steps later, when its
+blend would have ended. Advice is what changed: in each step eight pieces are new and the eight of the step before are
+taken back. Of the new ones, one is about a chunk in no memory and another one, with much confidence, about a chunk
+that is not on the GPU: two promotions a step, each with its eviction, are more than a GPU host can carry out in a
+decode step of 5 ms. Two are about chunks in memory and four about chunks that nobody has stored, so that a catalogue of
+ten chunks has as much to move and to look at as any other one. In the row "all stored" all pieces are about stored
+chunks. Four fifths of each catalogue fit into host memory and two fifths onto the GPU, both full. All catalogues take
+turns in one run. Garbage collection is on; what it takes between two steps counts as a step's, too. What there is at
+start is frozen (`gc.freeze`), as vLLM's engine core does. Times are by the clock, and of CPU time, which other
+processes on a busy machine do not add to.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from time import perf_counter_ns
+from time import perf_counter_ns, thread_time_ns
 from typing import Annotated, Any
 
 import numpy as np
@@ -49,8 +50,8 @@ CATALOGUES = "10,1000,100000"
 STEPS_PER_ADMISSION = 20
 STEPS_PINNED = 2
 CHUNKS_PER_REQUEST = 10
-PIECES_IN_MEMORY = 4
-PIECES_OF_STRANGERS = 10
+NEW_IN_MEMORY = 2
+NEW_OF_STRANGERS = 4
 CHUNK_TOKENS = 16
 KV_BYTES_PER_TOKEN = 131_072
 CHUNK_BYTES = CHUNK_TOKENS * KV_BYTES_PER_TOKEN
@@ -69,7 +70,7 @@ app = typer.Typer(add_completion=False)
 
 
 class Collections:
-    """Nanoseconds that garbage collections have taken, from `gc.callbacks`."""
+    """Nanoseconds of CPU time that garbage collections have taken, from `gc.callbacks`."""
 
     def __init__(self) -> None:
         self.total_ns = 0
@@ -79,9 +80,9 @@ class Collections:
     def __call__(self, phase: str, info: dict[str, int]) -> None:
         """Called by the collector when it starts and when it stops."""
         if phase == "start":
-            self._began = perf_counter_ns()
+            self._began = thread_time_ns()
         else:
-            self.total_ns += perf_counter_ns() - self._began
+            self.total_ns += thread_time_ns() - self._began
             self.count += 1
 
     @contextmanager
@@ -101,15 +102,17 @@ class Traffic:
     Attributes:
         chunks: chunks in the catalogue.
         seed: of what comes and goes.
-        all_new: whether all advice is about stored chunks and replaced at every step.
-        times_ns: of each measured step, collections included.
+        all_stored: whether all advice is about stored chunks.
+        wall_ns: of each measured step by the clock, collections included.
+        cpu_ns: the same of the thread's CPU time.
         moves: promotions, loads and evictions decided in the measured steps.
     """
 
     chunks: int
     seed: int
-    all_new: bool = False
-    times_ns: list[int] = field(default_factory=list)
+    all_stored: bool = False
+    wall_ns: list[int] = field(default_factory=list)
+    cpu_ns: list[int] = field(default_factory=list)
     moves: int = 0
 
     def __post_init__(self) -> None:
@@ -125,10 +128,10 @@ class Traffic:
         self._selector = make_selector("deviation", 0.15)
         self._events: list[StoreEvent] = []
         self._steps = 0
-        self._staying: list[Advice] = []
+        self._said: list[Advice] = []
 
-    def step(self, collected_ns: Callable[[], int]) -> int:
-        """One decode step's worth of decisions: nanoseconds of them, without collections outside of them.
+    def step(self, collected_ns: Callable[[], int]) -> tuple[int, int]:
+        """One decode step's worth of decisions: nanoseconds by the clock and of CPU time, without collections.
 
         Args:
             collected_ns: what collections have taken so far.
@@ -140,7 +143,7 @@ class Traffic:
         events, advice, scheduler = self._events, self._advice(), self._scheduler
         admission = None
         collected = collected_ns()
-        began = perf_counter_ns()
+        began, began_cpu = perf_counter_ns(), thread_time_ns()
         for event in events:
             scheduler.on_event(event)
         if plan is not None:
@@ -148,13 +151,13 @@ class Traffic:
         elif turn == STEPS_PINNED:
             scheduler.release(name)
         step = scheduler.step(advice)
-        took = perf_counter_ns() - began
-        took -= collected_ns() - collected
+        cpu, wall = thread_time_ns() - began_cpu, perf_counter_ns() - began
+        collected = collected_ns() - collected
         self._events = self._carry_out(step.evictions, step.promotions)
         if admission is not None:
             self._events += self._carry_out(admission.evictions, (*admission.loads, *admission.promotions))
         self.moves += len(self._events)
-        return took
+        return wall - collected, cpu - collected
 
     def _record(self, chunk: ChunkIdentity) -> ChunkRecord:
         index = self._index[chunk.key]
@@ -162,29 +165,30 @@ class Traffic:
         return ChunkRecord(chunk.key, CHUNK_BYTES, CHUNK_TOKENS, frozenset({Tier.DISK, *tiers}))
 
     def _plan(self) -> BlendPlan:
-        chosen = self._random.sample(self._all, CHUNKS_PER_REQUEST)
+        # A request brings its own tokens, and so its own identities.
+        chosen = [replace(chunk) for chunk in self._random.sample(self._all, CHUNKS_PER_REQUEST)]
         parts = [Segment(SegmentRole.CHUNK, chunk.token_ids, chunk) for chunk in chosen]
         return BlendPlan((*parts, Segment(SegmentRole.QUESTION, (1, 2, 3))), self._selector)
 
     def _advice(self) -> list[Advice]:
-        """A piece that concerns the GPU, one that concerns the host, and what is where it ought to be already."""
-        named = {self._index.get(piece.chunk.key, -1) for piece in self._staying}
-        if self.all_new or self._steps % STEPS_PER_ADMISSION == 0 or not self._staying:
-            named.clear()
-            self._staying = [Advice(chunk, 0.3) for chunk in self._in_memory(named)]
-        sure = self._one(named, self._is_on_host_alone)
-        cold = self._one(named, self._is_in_no_memory)
-        return [Advice(sure, 0.9), Advice(cold, 0.4), *self._staying]
+        """What is new: a piece that concerns the GPU, one that concerns the host, others; then what is taken back."""
+        taken_back = self._said
+        named = {self._index.get(piece.chunk.key, -1) for piece in taken_back}
+        sure, cold = self._one(named, self._is_on_host_alone), self._one(named, self._is_in_no_memory)
+        self._said = [Advice(sure, 0.9), Advice(cold, 0.4), *self._others(named)]
+        said = {piece.chunk.key for piece in self._said}
+        return [*self._said, *(Advice(piece.chunk, 0.0) for piece in taken_back if piece.chunk.key not in said)]
 
-    def _in_memory(self, named: set[int]) -> list[ChunkIdentity]:
+    def _others(self, named: set[int]) -> list[Advice]:
         """Chunks on the GPU, as many in host memory alone, and strangers unless all is to be stored."""
-        count = PIECES_IN_MEMORY + (PIECES_OF_STRANGERS if self.all_new else 0)
-        chosen = [
-            self._one(named, fits)
-            for fits in (self._on_gpu.__contains__, self._is_on_host_alone)
-            for _ in range(count // 2)
-        ]
-        return chosen if self.all_new else chosen + self._random.sample(self._strangers, PIECES_OF_STRANGERS)
+        count = NEW_IN_MEMORY + (NEW_OF_STRANGERS if self.all_stored else 0)
+        places = (self._on_gpu.__contains__, self._is_on_host_alone)
+        chosen = [self._one(named, fits) for fits in places for _ in range(count // 2)]
+        if not self.all_stored:
+            # By turns, so that none is new that is taken back.
+            begin = self._steps * NEW_OF_STRANGERS % len(self._strangers)
+            chosen += self._strangers[begin : begin + NEW_OF_STRANGERS]
+        return [Advice(chunk, 0.3) for chunk in chosen]
 
     def _one(self, named: set[int], fits: Callable[[int], bool]) -> ChunkIdentity:
         """A chunk that fits and is not among those named; any one where few do. It is named now."""
@@ -233,7 +237,7 @@ def scheduling(
 
 def run(sizes: Sequence[int], steps: int, warm_up: int, seed: int) -> dict[str, Any]:
     """Measure catalogues of these sizes, taking turns: a JSON-ready result."""
-    traffic = [*(Traffic(size, seed) for size in sizes), Traffic(sizes[-1], seed, all_new=True)]
+    traffic = [*(Traffic(size, seed) for size in sizes), Traffic(sizes[-1], seed, all_stored=True)]
     collections = Collections()
     gc.collect()
     gc.freeze()
@@ -244,10 +248,11 @@ def run(sizes: Sequence[int], steps: int, warm_up: int, seed: int) -> dict[str, 
                     if number == warm_up:
                         each.moves = 0
                     before = collections.total_ns
-                    took = each.step(lambda: collections.total_ns)
+                    wall, cpu = each.step(lambda: collections.total_ns)
                     if number >= warm_up:
                         # With what was collected while the step was made up and carried out.
-                        each.times_ns.append(took + collections.total_ns - before)
+                        each.wall_ns.append(wall + collections.total_ns - before)
+                        each.cpu_ns.append(cpu + collections.total_ns - before)
     finally:
         gc.unfreeze()
     rows = [_row(each) for each in traffic]
@@ -256,17 +261,23 @@ def run(sizes: Sequence[int], steps: int, warm_up: int, seed: int) -> dict[str, 
         "collections": collections.count,
         "catalogues": rows,
         "p50_ratio_most_to_fewest": round(rows[-2]["us"]["p50"] / rows[0]["us"]["p50"], 3),
+        "cpu_p50_ratio_most_to_fewest": round(rows[-2]["cpu_us"]["p50"] / rows[0]["cpu_us"]["p50"], 3),
     }
 
 
 def _row(traffic: Traffic) -> dict[str, Any]:
-    microseconds = np.percentile(np.array(traffic.times_ns) / 1e3, list(PERCENTILES.values()))
     return {
         "chunks": traffic.chunks,
-        "all_advice_new": traffic.all_new,
-        "us": {name: round(float(value), 1) for name, value in zip(PERCENTILES, microseconds, strict=True)},
-        "moves_a_step": round(traffic.moves / len(traffic.times_ns), 2),
+        "all_advice_about_stored": traffic.all_stored,
+        "us": _percentiles_us(traffic.wall_ns),
+        "cpu_us": _percentiles_us(traffic.cpu_ns),
+        "moves_a_step": round(traffic.moves / len(traffic.wall_ns), 2),
     }
+
+
+def _percentiles_us(nanoseconds: Sequence[int]) -> dict[str, float]:
+    microseconds = np.percentile(np.array(nanoseconds) / 1e3, list(PERCENTILES.values()))
+    return {name: round(float(value), 1) for name, value in zip(PERCENTILES, microseconds, strict=True)}
 
 
 def _workload(steps: int) -> dict[str, Any]:
@@ -275,7 +286,7 @@ def _workload(steps: int) -> dict[str, Any]:
         "steps_per_admission": STEPS_PER_ADMISSION,
         "chunks_per_request": CHUNKS_PER_REQUEST,
         "steps_pinned": STEPS_PINNED,
-        "pieces_of_advice_a_step": 2 + PIECES_IN_MEMORY + PIECES_OF_STRANGERS,
+        "pieces_of_advice_a_step": 2 * (2 + NEW_IN_MEMORY + NEW_OF_STRANGERS),
         "share_on_host": ON_HOST_SHARE,
         "share_on_gpu": ON_GPU_SHARE,
         "eviction_policy": "gdsf",
@@ -283,14 +294,15 @@ def _workload(steps: int) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any]) -> None:
-    table = Table("chunks", *(f"{name} us" for name in PERCENTILES), "moves a step")
+    table = Table("chunks", "time", *(f"{name} us" for name in PERCENTILES), "moves a step")
     for row in result["catalogues"]:
-        name = f"{row['chunks']:,}" + (", all new" if row["all_advice_new"] else "")
-        table.add_row(name, *(f"{row['us'][each]:.1f}" for each in PERCENTILES), str(row["moves_a_step"]))
+        name = f"{row['chunks']:,}" + (", all stored" if row["all_advice_about_stored"] else "")
+        for label, times in (("wall", row["us"]), ("CPU", row["cpu_us"])):
+            table.add_row(name, label, *(f"{times[each]:.1f}" for each in PERCENTILES), str(row["moves_a_step"]))
     console = Console()
     console.print(table)
-    ratio = result["p50_ratio_most_to_fewest"]
-    console.print(f"p50 with the most chunks over p50 with the fewest: {ratio:.2f}")
+    ratio, of_cpu = result["p50_ratio_most_to_fewest"], result["cpu_p50_ratio_most_to_fewest"]
+    console.print(f"p50 with the most chunks over p50 with the fewest: {ratio:.2f}, of CPU time {of_cpu:.2f}")
 
 
 def _sizes(catalogues: str) -> list[int]:

@@ -12,15 +12,15 @@ class StoredRows:
     """Rows of stored KV, wherever on the device they lie, and where they go. Every attribute is [rows] int64.
 
     A chunk lies in memory as [layers, 2, tokens, kv_heads, head_dim], contiguous, keys before values. Layers are placed
-    in groups: a chunk that is copied to the device group by group takes turns between two buffers; one that is on the
-    device as a whole lies in the same place for every group.
+    in groups: a chunk that is copied to the device group by group takes turns between two buffers, each holding one
+    group; one that is on the device as a whole lies there with all its layers.
 
     Attributes:
-        first: elements from the buffer's start to the row's keys in the first layer of an even group (of group 0 where
-            the whole chunk is on the device). May reach any memory of the device.
-        turn_step: elements from there to the buffer of odd groups; 0 where the whole chunk is on the device.
-        group_step: elements from one group to the next; 0 for chunks that take turns.
-        layer_step: elements from one layer to the next.
+        first: elements from the buffer's start to the row's keys in the first layer of the first buffer, or of the
+            model where the whole chunk is on the device. May reach any memory of the device.
+        turn_step: elements from one buffer to the other; 0 where the whole chunk is on the device.
+        model_step: elements from one of the model's layers to the next; 0 for chunks that take turns.
+        layer_step: elements from one layer of a group to the next.
         kind_step: elements from the row's keys to its values.
         old: position that the key was encoded for.
         new: position that it is used at.
@@ -29,7 +29,7 @@ class StoredRows:
 
     first: torch.Tensor
     turn_step: torch.Tensor
-    group_step: torch.Tensor
+    model_step: torch.Tensor
     layer_step: torch.Tensor
     kind_step: torch.Tensor
     old: torch.Tensor
@@ -71,7 +71,7 @@ def place_rows(
     rows: StoredRows,
     pages: LayersPages,
     rotations: Rotations,
-    group: int,
+    turn: int,
     first_layer: int,
     layers: int,
 ) -> None:
@@ -85,7 +85,7 @@ def place_rows(
         rows: what lies where and goes where.
         pages: of every layer.
         rotations: of the model.
-        group: which group of layers it is; even ones lie in the first buffer.
+        turn: 0 or 1, the buffer that holds the group.
         first_layer: of the group, counted within the model.
         layers: how many of the group are placed.
     """
@@ -93,9 +93,9 @@ def place_rows(
         # Here, for triton is not installed where there is no GPU.
         from cacheblend.kernels.place_rows_triton import place_rows_triton
 
-        place_rows_triton(buffer, rows, pages, rotations, group, first_layer, layers)
+        place_rows_triton(buffer, rows, pages, rotations, turn, first_layer, layers)
     else:
-        place_rows_torch(buffer, rows, pages, rotations, group, first_layer, layers)
+        place_rows_torch(buffer, rows, pages, rotations, turn, first_layer, layers)
 
 
 def place_rows_torch(
@@ -103,7 +103,7 @@ def place_rows_torch(
     rows: StoredRows,
     pages: LayersPages,
     rotations: Rotations,
-    group: int,
+    turn: int,
     first_layer: int,
     layers: int,
 ) -> None:
@@ -112,7 +112,7 @@ def place_rows_torch(
     elements = torch.arange(heads * head_dim, device=buffer.device)
     memory = buffer.as_strided((buffer.untyped_storage().nbytes() // buffer.element_size(),), (1,), 0)
     start = int(buffer.storage_offset())
-    first = start + rows.first + group % 2 * rows.turn_step + group * rows.group_step
+    first = start + rows.first + turn * rows.turn_step + first_layer * rows.model_step
     blocks, offsets = rows.slots // block_size, rows.slots % block_size
     cos, sin = _between(rotations, rows)
     shape = (len(first), heads, head_dim)

@@ -15,12 +15,12 @@ from cacheblend.kernels.place_rows import LayersPages, Rotations, StoredRows
 _ROWS = 16
 
 
-@triton.jit(do_not_specialize=["turn", "group", "first_layer", "rows"])
+@triton.jit(do_not_specialize=["turn", "first_layer", "rows"])
 def _place(  # type: ignore[no-untyped-def]
     buffer,
     first,
     turn_step,
-    group_step,
+    model_step,
     layer_step,
     kind_step,
     old,
@@ -32,7 +32,6 @@ def _place(  # type: ignore[no-untyped-def]
     values,
     layer_offsets,
     turn,
-    group,
     first_layer,
     rows,
     inverse_norm,
@@ -62,7 +61,7 @@ def _place(  # type: ignore[no-untyped-def]
     s = tl.where(stays, 0.0, (sin_new * cos_old - cos_new * sin_old) * inverse_norm)
 
     source = tl.load(first + row, row_live, 0) + turn * tl.load(turn_step + row, row_live, 0)
-    source += group * tl.load(group_step + row, row_live, 0)
+    source += first_layer * tl.load(model_step + row, row_live, 0)
     source += within * tl.load(layer_step + row, row_live, 0) + head * head_dim
     key = buffer + source[:, None] + element[None, :]
     low, high = tl.load(key, live, 0.0).to(tl.float32), tl.load(key + half, live, 0.0).to(tl.float32)
@@ -84,7 +83,7 @@ def place_rows_triton(
     rows: StoredRows,
     pages: LayersPages,
     rotations: Rotations,
-    group: int,
+    turn: int,
     first_layer: int,
     layers: int,
 ) -> None:
@@ -96,7 +95,7 @@ def place_rows_triton(
         buffer,
         rows.first,
         rows.turn_step,
-        rows.group_step,
+        rows.model_step,
         rows.layer_step,
         rows.kind_step,
         rows.old,
@@ -107,8 +106,7 @@ def place_rows_triton(
         pages.keys,
         pages.values,
         pages.layer_offsets,
-        group % 2,
-        group,
+        turn,
         first_layer,
         count,
         1.0 / rotations.scaling**2,

@@ -51,8 +51,3 @@ class Catalogue(dict[ChunkKey, Entry]):
     def forget(self, key: ChunkKey) -> None:
         """The chunk is nowhere any more."""
         self.pop(key, None)
-
-    def bytes_in(self, key: ChunkKey, place: Places) -> int:
-        """Bytes that the chunk takes in this place, 0 if it is not there."""
-        nbytes, _, places = self[key]
-        return nbytes if places & place else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from cacheblend.errors import BlendError
@@ -66,7 +67,7 @@ class ChunkScheduler:
         self._pins: dict[ChunkKey, int] = {}
         self._pinned = 0
         self._requests: dict[str, tuple[ChunkKey, ...]] = {}
-        self._advised: dict[ChunkKey, float] = {}
+        self._advised: OrderedDict[ChunkKey, float] = OrderedDict()
         for tier, nbytes in budgets.items():
             self.set_budget(tier, nbytes)
         self.take_over(records)
@@ -131,8 +132,9 @@ class ChunkScheduler:
             self._pins[key] -= 1
             if not self._pins[key]:
                 del self._pins[key]
-                self._gpu.release(key)
-                self._host.release(key)
+                entry = self._catalogue[key]
+                self._gpu.release(key, entry)
+                self._host.release(key, entry)
 
     def step(self, advice: Sequence[Advice]) -> SchedulerStep:
         """See `KVCacheScheduler.step`."""
@@ -196,13 +198,13 @@ class ChunkScheduler:
         for key in keys:
             count = self._pins.get(key, 0)
             self._pins[key] = count + 1
+            entry = self._catalogue[key]
             if not count:
-                self._gpu.hold(key)
-                self._host.hold(key)
-            places = self._catalogue[key][2]
-            if places & ON_GPU:
+                self._gpu.hold(key, entry)
+                self._host.hold(key, entry)
+            if entry[2] & ON_GPU:
                 self._gpu.policy.touch(key)
-            if places & ON_HOST:
+            if entry[2] & ON_HOST:
                 self._host.policy.touch(key)
 
     def _bring(
@@ -244,7 +246,7 @@ class ChunkScheduler:
             self._evict(memory.excess_victims(), memory, "budget", evictions)
 
     def _follow_advice(self, advice: Sequence[Advice], evictions: list[Eviction]) -> list[TransferOrder]:
-        together = {piece.chunk.key for piece in advice}
+        together = {piece.chunk.key for piece in advice if piece.confidence > 0}
         orders = []
         for piece in advice:
             key, confidence = piece.chunk.key, _probability(piece.confidence)
@@ -267,8 +269,7 @@ class ChunkScheduler:
         if confidence != before:
             self._expect(key, places, confidence)
         if len(self._advised) > ADVISED_KNOWN:
-            oldest = next(iter(self._advised))
-            del self._advised[oldest]
+            oldest, _ = self._advised.popitem(last=False)
             self._expect(oldest, self._catalogue[oldest][2], 0.0)
 
     def _expect(self, key: ChunkKey, places: Places, confidence: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from cacheblend.scheduling.catalogue import PLACE_OF, Catalogue
+from cacheblend.scheduling.catalogue import PLACE_OF, Catalogue, Entry
 from kvstore.eviction import EvictionPolicy
 from kvstore.key import ChunkKey
 from kvstore.tiers import Tier
@@ -87,16 +87,18 @@ class MemoryBudget:
             self.evictable -= nbytes
         self.policy.remove(key)
 
-    def hold(self, key: ChunkKey) -> None:
-        """The chunk, which was not held, must not leave until released, whether or not it is here yet."""
+    def hold(self, key: ChunkKey, entry: Entry) -> None:
+        """The chunk, which was not held and has this entry, must not leave until released, here or not yet here."""
         self._held.add(key)
-        self.evictable -= self._catalogue.bytes_in(key, self.place)
+        if entry[2] & self.place:
+            self.evictable -= entry[0]
         self.policy.hold(key)
 
-    def release(self, key: ChunkKey) -> None:
-        """The chunk, which was held, may leave again."""
+    def release(self, key: ChunkKey, entry: Entry) -> None:
+        """The chunk, which was held and has this entry, may leave again."""
         self._held.remove(key)
-        self.evictable += self._catalogue.bytes_in(key, self.place)
+        if entry[2] & self.place:
+            self.evictable += entry[0]
         self.policy.release(key)
 
     def make_room(self, nbytes: int, spare: Container[ChunkKey] = ()) -> list[ChunkKey] | None:
@@ -113,14 +115,15 @@ class MemoryBudget:
             if not spared:
                 return victims
             for key in spared:
-                self.hold(key)
+                self.hold(key, self._catalogue[key])
             self._spared.extend(spared)
         return [] if shortage <= 0 else None
 
     def stop_sparing(self) -> None:
         """What `make_room` has spared may leave again."""
         while self._spared:
-            self.release(self._spared.pop())
+            key = self._spared.pop()
+            self.release(key, self._catalogue[key])
 
     def excess_victims(self) -> list[ChunkKey]:
         """What must leave to come back into the budget, as far as nobody holds it."""

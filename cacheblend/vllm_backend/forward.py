@@ -98,6 +98,11 @@ class LayersForward:
         """The pages of all layers as one; only where they are strided views."""
         return layers_pages(self.pages)
 
+    @cached_property
+    def staging_stream(self) -> torch.cuda.Stream:
+        """Where chunks on the host are copied to a GPU for a blend; PyTorch hands out few streams, so there is one."""
+        return torch.cuda.Stream(self.device)
+
     def attention(self, rows: RowBatch) -> PassAttention:
         """The attention of a pass over `rows`."""
         return RowsAttention(rows) if self.kernel == "rows" else RunsAttention(rows, self._builder)

@@ -10,6 +10,7 @@ All graphs share one pool of memory: what a replay leaves is valid until the nex
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ class LayerGraphs:
         """
         torch.cuda.synchronize(self._device)
         stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _no_collection():
             for rows in reversed(self._sizes):
                 self._warm_up(rows)
                 self._graphs.insert(0, self._capture_rows(rows))
@@ -161,6 +162,19 @@ class LayerGraphs:
     def _begin(self, graph: torch.cuda.CUDAGraph) -> None:
         # Other threads (of the store, of the engine) may use the device meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected meanwhile: what it frees on the device would break a capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _weak(hidden: Hidden) -> Hidden:

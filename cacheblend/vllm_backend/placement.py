@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +20,7 @@ from cacheblend.vllm_backend.rows import PromptPages
 from kvstore.chunk import ChunkKV
 
 LAYERS_TOGETHER = 4
-"""Layers that are copied to the GPU with one call a chunk."""
+"""Layers that are copied to the GPU with one call a chunk, at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ def place_layers(spans: Sequence[PlacedSpan], forward: LayersForward, rotary: Ro
         rotary: of the model.
     """
     if spans and forward.device.type == "cuda" and forward.pages[0].views is not None:
-        return StagedPlacement(spans, forward.layers_pages, rotary, forward.device)
+        return StagedPlacement(spans, forward.layers_pages, rotary, forward.device, forward.staging_stream)
     return PlainPlacement(spans, forward.pages, rotary, forward.device)
 
 
@@ -118,28 +118,31 @@ class StagedPlacement:
         pages: LayersPages,
         rotary: RotaryTables,
         device: torch.device,
+        stream: torch.cuda.Stream,
     ) -> None:
         self._pages = pages
-        self._layers = len(pages.layer_offsets)
         self._rotations = rotary.all
         self._device = device
+        self._stream = stream
         self._next = 0
+        sizes = group_sizes(len(pages.layer_offsets))
+        self._groups = list(pairwise(accumulate(sizes, initial=0)))
         self._staged = [span for span in spans if not span.chunk.kv.is_cuda]
-        self._offsets = list(
-            accumulate((span.chunk.kv[0].numel() * LAYERS_TOGETHER for span in self._staged), initial=0)
-        )
-        self._buffers = torch.empty(2, self._offsets[-1], dtype=self._pages.keys.dtype, device=device)
-        self._rows = self._lay_out(spans)
-        self._stream = torch.cuda.Stream(device)
+        per_chunk = [span.chunk.kv[0].numel() * max(sizes) for span in self._staged]
+        self._offsets = list(accumulate(per_chunk, initial=0))
+        self._buffers = torch.empty(2, self._offsets[-1], dtype=pages.keys.dtype, device=device)
+        # A blend that fails lets go of them while copies may still be under way.
+        self._buffers.record_stream(stream)
         self._arrived = [torch.cuda.Event(), torch.cuda.Event()]
         # The buffers may be memory that earlier work on the main stream still reads.
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
         for group in (0, 1):
             self._copy(group)
+        self._rows = self._lay_out(spans)
 
     def is_due(self, layer: int) -> bool:
         """See `LayerPlacement.is_due`."""
-        return self._next * LAYERS_TOGETHER <= min(layer, self._layers - 1)
+        return self._next < len(self._groups) and self._groups[self._next][0] <= layer
 
     def ensure(self, layer: int) -> None:
         """See `LayerPlacement.ensure`."""
@@ -148,21 +151,19 @@ class StagedPlacement:
             self._next += 1
 
     def _place(self, group: int) -> None:
-        first = group * LAYERS_TOGETHER
-        count = min(LAYERS_TOGETHER, self._layers - first)
+        first, last = self._groups[group]
         if self._staged:
             self._arrived[group % 2].wait()
-        place_rows(self._buffers, self._rows, self._pages, self._rotations, group, first, count)
+        place_rows(self._buffers, self._rows, self._pages, self._rotations, group % 2, first, last - first)
         if self._staged:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             self._copy(group + 2)
 
     def _copy(self, group: int) -> None:
         """Start copying a group of layers into the buffer whose turn it is."""
-        first = group * LAYERS_TOGETHER
-        last = min(first + LAYERS_TOGETHER, self._layers)
-        if first >= last or not self._staged:
+        if group >= len(self._groups) or not self._staged:
             return
+        first, last = self._groups[group]
         with torch.cuda.stream(self._stream):
             for span, start in zip(self._staged, self._offsets, strict=False):
                 kv = span.chunk.kv[first:last]
@@ -179,18 +180,31 @@ class StagedPlacement:
             kv = span.chunk.kv
             row, layer = kv[0, 0, 0].numel(), kv[0].numel()
             if kv.is_cuda:
-                first, turn, group = (kv.data_ptr() - base) // size, 0, LAYERS_TOGETHER * layer
+                first, turn, model = (kv.data_ptr() - base) // size, 0, layer
             else:
-                first, turn, group = next(starts), self._offsets[-1], 0
+                first, turn, model = next(starts), self._offsets[-1], 0
             part = table[:, filled : filled + span.length]
             within = np.arange(span.rows.start, span.rows.stop)
             part[0] = first + within * row
-            part[1:5] = [[turn], [group], [layer], [layer // 2]]
+            part[1:5] = [[turn], [model], [layer], [layer // 2]]
             part[5] = within + span.chunk.identity.base_position
             part[6] = within + span.span.start
             part[7] = span.prompt.slots(torch.from_numpy(part[6])).numpy()
             filled += span.length
         return StoredRows(*torch.from_numpy(table).pin_memory().to(self._device, non_blocking=True))
+
+
+def group_sizes(layers: int) -> list[int]:
+    """Layers of each group.
+
+    Small ones come first, so that the first layer is soon there, and last, so that little is left to compute when the
+    last bytes have come.
+    """
+    if layers <= 8:
+        return [1] * layers
+    middle = layers - 8
+    rest = [middle % LAYERS_TOGETHER] if middle % LAYERS_TOGETHER else []
+    return [1, 1, 2, *[LAYERS_TOGETHER] * (middle // LAYERS_TOGETHER), *rest, 2, 1, 1]
 
 
 def staging_bytes(rows: int, forward: LayersForward) -> int:

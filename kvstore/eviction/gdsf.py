@@ -6,7 +6,6 @@ Laboratories, 1998), with the seconds to have a chunk again as its cost.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import count
 
 from kvstore.eviction.checks import check_chunk, check_confidence
@@ -21,34 +20,11 @@ _LEAST_COST_S = 1e-9
 _MOST_USES = 2
 
 
-@dataclass(slots=True)
-class _Entry:
-    """A chunk in the tier.
-
-    Attributes:
-        nbytes: what it takes.
-        cost_s: seconds to have it again.
-        uses: since it came into the tier, as far as they count.
-        age: the policy's age when it was last used.
-        confidence: that it will be used soon, 0 to 1.
-        rank: its priority, and when it was set, which decides among equals.
-        proposed: it was named a victim and nothing happened to it since.
-    """
-
-    nbytes: int
-    cost_s: float
-    uses: int = 0
-    age: float = 0.0
-    confidence: float = 0.0
-    rank: tuple[float, int] = (0.0, 0)
-    proposed: bool = False
-
-    def priority(self, age: float) -> float:
-        """Seconds saved a byte, above the age: the mean of what it is unused and of what a use now would make it."""
-        worth = max(self.cost_s, _LEAST_COST_S) / self.nbytes
-        unused = self.age + self.uses * worth
-        used = age + min(self.uses + 1, _MOST_USES) * worth
-        return unused + self.confidence * (used - unused)
+# A chunk in the tier: bytes, seconds to have it again, uses as far as they count, the policy's age when it was last
+# used, confidence that it will be soon, its priority, and when that was set, which decides among equals. A bare tuple
+# of numbers, because the garbage collector stops looking at those.
+_Entry = tuple[int, float, int, float, float, float, int]
+_NEW: _Entry = (0, 0.0, 0, 0.0, 0.0, 0.0, 0)
 
 
 class GdsfPolicy:
@@ -65,32 +41,37 @@ class GdsfPolicy:
         self._entries: dict[ChunkKey, _Entry] = {}
         self._holds = Holds()
         self._changes = count()
-        self._ranking: Ranking[tuple[float, int]] = Ranking()
+        # Named victims to which nothing happened since.
+        self._proposed: set[ChunkKey] = set()
+        self._ranking = Ranking()
 
     def add(self, key: ChunkKey, nbytes: int, cost_s: float = 0.0) -> None:
         """See `EvictionPolicy.add`."""
         check_chunk(key, nbytes, cost_s)
-        entry = self._entries.setdefault(key, _Entry(nbytes, cost_s))
-        entry.nbytes, entry.cost_s = nbytes, cost_s
-        self._use(key, entry)
+        _, _, uses, _, confidence, _, _ = self._entries.get(key, _NEW)
+        self._set(key, nbytes, cost_s, min(uses + 1, _MOST_USES), self._age, confidence)
 
     def touch(self, key: ChunkKey) -> None:
         """See `EvictionPolicy.touch`."""
-        if key in self._entries:
-            self._use(key, self._entries[key])
+        entry = self._entries.get(key)
+        if entry is not None:
+            nbytes, cost_s, uses, _, confidence, _, _ = entry
+            self._set(key, nbytes, cost_s, min(uses + 1, _MOST_USES), self._age, confidence)
 
     def expect(self, key: ChunkKey, confidence: float) -> None:
         """See `EvictionPolicy.expect`; what was said holds over uses, until other advice."""
         check_confidence(key, confidence)
-        if key in self._entries:
-            self._entries[key].confidence = confidence
-            self._rank(key)
+        entry = self._entries.get(key)
+        if entry is not None:
+            nbytes, cost_s, uses, age, _, _, _ = entry
+            self._set(key, nbytes, cost_s, uses, age, confidence)
 
     def remove(self, key: ChunkKey) -> None:
         """See `EvictionPolicy.remove`; only a proposed victim that leaves makes the others age."""
         entry = self._entries.pop(key, None)
-        if entry is not None and entry.proposed:
-            self._age = max(self._age, entry.rank[0])
+        if key in self._proposed and entry is not None:
+            self._proposed.discard(key)
+            self._age = max(self._age, entry[5])
         self._ranking.discard(key)
 
     def hold(self, key: ChunkKey) -> None:
@@ -100,30 +81,25 @@ class GdsfPolicy:
 
     def release(self, key: ChunkKey) -> None:
         """See `EvictionPolicy.release`."""
-        if self._holds.release(key) and key in self._entries:
-            self._enter(key)
+        entry = self._entries.get(key)
+        if self._holds.release(key) and entry is not None:
+            nbytes, _, _, _, _, priority, turn = entry
+            self._ranking.set(key, nbytes, priority, turn)
 
     def victims(self, nbytes: int) -> list[ChunkKey]:
         """See `EvictionPolicy.victims`."""
         if nbytes > self._ranking.nbytes:
             return []
         chosen = self._ranking.lowest(nbytes)
-        for key in chosen:
-            self._entries[key].proposed = True
+        self._proposed.update(chosen)
         return chosen
 
-    def _use(self, key: ChunkKey, entry: _Entry) -> None:
-        entry.uses = min(entry.uses + 1, _MOST_USES)
-        entry.age = self._age
-        self._rank(key)
-
-    def _rank(self, key: ChunkKey) -> None:
-        entry = self._entries[key]
-        entry.rank = entry.priority(self._age), next(self._changes)
-        entry.proposed = False
-        self._enter(key)
-
-    def _enter(self, key: ChunkKey) -> None:
+    def _set(self, key: ChunkKey, nbytes: int, cost_s: float, uses: int, age: float, confidence: float) -> None:
+        worth = max(cost_s, _LEAST_COST_S) / nbytes
+        unused = age + uses * worth
+        used = self._age + min(uses + 1, _MOST_USES) * worth
+        priority, turn = unused + confidence * (used - unused), next(self._changes)
+        self._entries[key] = nbytes, cost_s, uses, age, confidence, priority, turn
+        self._proposed.discard(key)
         if key not in self._holds:
-            entry = self._entries[key]
-            self._ranking.set(key, entry.rank, entry.nbytes)
+            self._ranking.set(key, nbytes, priority, turn)

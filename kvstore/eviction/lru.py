@@ -17,7 +17,7 @@ class LruPolicy:
         self._uses = count()
         self._entries: dict[ChunkKey, tuple[int, int]] = {}
         self._holds = Holds()
-        self._ranking: Ranking[int] = Ranking()
+        self._ranking = Ranking()
 
     def add(self, key: ChunkKey, nbytes: int, cost_s: float = 0.0) -> None:
         """See `EvictionPolicy.add`; the cost is not used."""
@@ -46,7 +46,7 @@ class LruPolicy:
     def release(self, key: ChunkKey) -> None:
         """See `EvictionPolicy.release`."""
         if self._holds.release(key) and key in self._entries:
-            self._ranking.set(key, *self._entries[key])
+            self._enter(key)
 
     def victims(self, nbytes: int) -> list[ChunkKey]:
         """See `EvictionPolicy.victims`."""
@@ -55,4 +55,8 @@ class LruPolicy:
     def _use(self, key: ChunkKey, nbytes: int) -> None:
         self._entries[key] = next(self._uses), nbytes
         if key not in self._holds:
-            self._ranking.set(key, *self._entries[key])
+            self._enter(key)
+
+    def _enter(self, key: ChunkKey) -> None:
+        use, nbytes = self._entries[key]
+        self._ranking.set(key, nbytes, use)

@@ -64,7 +64,7 @@ class S3FifoPolicy:
         self._turns = count()
         self._entries: dict[ChunkKey, _Entry] = {}
         self._holds = Holds()
-        self._queues: dict[_Queue, Ranking[int]] = {queue: Ranking() for queue in _Queue}
+        self._queues: dict[_Queue, Ranking] = {queue: Ranking() for queue in _Queue}
         self._ghosts: OrderedDict[ChunkKey, int] = OrderedDict()
         self._ghost_bytes = 0
         self._nbytes = 0
@@ -162,7 +162,7 @@ class S3FifoPolicy:
     def _enqueue(self, key: ChunkKey) -> None:
         if key not in self._holds:
             entry = self._entries[key]
-            self._queues[entry.queue].set(key, entry.turn, entry.nbytes)
+            self._queues[entry.queue].set(key, entry.nbytes, entry.turn)
 
     def _resize(self, key: ChunkKey, nbytes: int) -> None:
         entry = self._entries[key]

@@ -84,10 +84,13 @@ class Model:
         self.scheduler.release(name)
 
     def step(self):
-        advice = [Advice(chunk, self.random.random()) for chunk in self.some(16)]
+        advice = [Advice(chunk, self.random.choice([0.0, 0.02, self.random.random()])) for chunk in self.some(16)]
         step = self.scheduler.step(self.random.choice([advice, []]))
         self.decided(step.evictions, step.promotions)
-        kept = {piece.chunk.key for piece in advice}
+        brought = {order.chunk.key for order in step.promotions}
+        taken_back = {piece.chunk.key for piece in advice if not piece.confidence}
+        assert not brought & taken_back, "taken back and brought"
+        kept = {piece.chunk.key for piece in advice if piece.confidence}
         assert not any(e.key in kept for e in step.evictions if e.reason == "prediction"), "advice pushed advice out"
 
     def begin(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 
 import pytest
 from cacheblend_samples import identity_of, plan_of
@@ -10,7 +11,7 @@ from cacheblend_samples import identity_of, plan_of
 from cacheblend.plan import Policy
 from cacheblend.protocols import Advice
 from cacheblend.scheduling.catalogue import Catalogue
-from cacheblend.scheduling.chunk_scheduler import ChunkScheduler
+from cacheblend.scheduling.chunk_scheduler import ADVISED_KNOWN, ChunkScheduler
 from kvstore.events import Evicted, Published
 from kvstore.eviction import GdsfPolicy
 from kvstore.key import ChunkKey
@@ -30,9 +31,9 @@ def counting(kind):
         touched = 0
 
     def counted(name):
-        def call(self, *arguments):
+        def call(self, *arguments, **named):
             self.touched += 1
-            return getattr(super(Counting, self), name)(*arguments)
+            return getattr(super(Counting, self), name)(*arguments, **named)
 
         return call
 
@@ -44,14 +45,14 @@ def counting(kind):
 
         return call
 
-    for name in ("__getitem__", "__setitem__", "__delitem__", "__contains__", "get", "pop"):
+    for name in ("__getitem__", "__setitem__", "__delitem__", "__contains__", "get", "pop", "popitem"):
         setattr(Counting, name, counted(name))
     for name in ("__iter__", "keys", "values", "items"):
         setattr(Counting, name, walked(name))
     return Counting
 
 
-CountingDict, CountingCatalogue = counting(dict), counting(Catalogue)
+CountingDict, CountingOrderedDict, CountingCatalogue = counting(dict), counting(OrderedDict), counting(Catalogue)
 
 
 def record(key, *tiers):
@@ -102,6 +103,8 @@ class Counted:
         self.scheduler._catalogue = self.catalogue
         self.books = [CountingDict(self.scheduler._pins), CountingDict(self.scheduler._requests)]
         self.scheduler._pins, self.scheduler._requests = self.books
+        self.scheduler._advised = CountingOrderedDict(self.scheduler._advised)
+        self.books.append(self.scheduler._advised)
         for memory in (self.scheduler._gpu, self.scheduler._host):
             memory._catalogue = self.catalogue
             memory._coming = CountingDict(memory._coming)
@@ -143,7 +146,12 @@ def measured(count):
         seen[turn] = len(advice) + len(step.evictions), touched
         counted.follow(step, step.promotions)
     _, touched = counted.touched_by(scheduler.step, [])
-    seen["no advice any more"] = len(advice), touched
+    seen["nothing new"] = 0, touched
+    strangers = [Advice(identity_of(seed), 0.3) for seed in range(200_000, 200_000 + ADVISED_KNOWN)]
+    _, touched = counted.touched_by(scheduler.step, strangers)
+    seen["advice that has the first forgotten"] = 2 * len(strangers), touched
+    _, touched = counted.touched_by(scheduler.step, [Advice(piece.chunk, 0.0) for piece in strangers])
+    seen["advice taken back"] = len(strangers), touched
     _, touched = counted.touched_by(scheduler.step, [])
     seen["nothing at all"] = 0, touched
     evictions, touched = counted.touched_by(scheduler.set_budget, Tier.HOST, counted.host_budget - 5 * SIZE)
@@ -158,7 +166,8 @@ def test_records_touched_are_at_most_a_constant_times_changes_times_the_logarith
 
 
 def test_a_step_without_change_touches_nothing():
-    assert measured(1_000)["nothing at all"] == (0, 0)
+    seen = measured(1_000)
+    assert seen["nothing new"] == seen["nothing at all"] == (0, 0)
 
 
 def test_a_hundred_times_the_chunks_touch_no_more_records():

@@ -42,7 +42,7 @@ class Case:
         for index, (rows, base, start) in enumerate(zip(ROWS, BASES, STARTS, strict=True)):
             for within in rows:
                 at = (2 * half if index else 0) + within * row
-                steps = (0, GROUP * per_layer[1]) if index else (half, 0)
+                steps = (0, per_layer[1]) if index else (half, 0)
                 values = (
                     at,
                     *steps,
@@ -71,7 +71,7 @@ class Case:
             part = self.staged[first : first + GROUP]
             turn = group % 2 * self.half
             self.buffer[turn : turn + part.numel()] = part.reshape(-1)
-            place(self.buffer, self.rows, self.pages, self.rotations, group, first, len(part))
+            place(self.buffer, self.rows, self.pages, self.rotations, group % 2, first, len(part))
 
     def expected(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys rotated by the project's own relocation, and values, of the placed rows."""

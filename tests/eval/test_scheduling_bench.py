@@ -21,7 +21,7 @@ def test_it_prints_microseconds_for_every_catalogue_and_writes_them_with_their_p
     assert "p50 with the most chunks over p50 with the fewest" in result.stdout
     assert str(tmp_path) not in out.read_text()
     written = json.loads(out.read_text())
-    assert [(row["chunks"], row["all_advice_new"]) for row in written["catalogues"]] == [
+    assert [(row["chunks"], row["all_advice_about_stored"]) for row in written["catalogues"]] == [
         (10, False),
         (200, False),
         (200, True),

@@ -1,0 +1,190 @@
+"""The engine whose chunks are swapped, what makes it swap, and what times its copies; see measure_swapping.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from typing import Any
+
+import torch
+from measure_ttft import SYSTEM, Prompts, first_token, sampling
+
+from cacheblend.protocols import Advice
+from cacheblend.vllm_backend.placement import StagedPlacement
+from cacheblend.vllm_backend.request_format import CollectParams
+from kvstore.tiers import Tier
+
+
+class Swapper:
+    """Stands for the predictor: while `on`, it expects the next chunks of a circle for certain.
+
+    Args:
+        scheduler: the engine's, to see which of them are coming or there.
+        chunks: the circle.
+        ahead: how many shall be on their way.
+    """
+
+    def __init__(self, scheduler: Any, chunks: Sequence[Any], ahead: int) -> None:
+        self.on = False
+        self._gpu = scheduler._memory[Tier.GPU]
+        self._catalogue = scheduler._catalogue
+        self._circle = cycle(chunks)
+        self._count = len(chunks)
+        self._ahead = ahead
+        self._pending: list[Any] = []
+
+    def observe(self, event: Any) -> None:
+        """Nothing to learn."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def advice(self, limit: int) -> list[Advice]:
+        if not self.on:
+            return []
+        self._pending = [chunk for chunk in self._pending if self._gpu.is_coming(chunk.key)]
+        given: list[Advice] = []
+        if len(self._pending) >= self._ahead:
+            return given
+        for chunk, _ in zip(self._circle, range(self._count), strict=False):
+            there = self._catalogue[chunk.key][2] & self._gpu.place or self._gpu.is_coming(chunk.key)
+            if not there:
+                given.append(Advice(chunk, 1.0))
+                self._pending.append(chunk)
+            if len(given) == limit or len(self._pending) >= self._ahead:
+                break
+        return given
+
+
+class Bench:
+    """The engine in this process, and those of its parts that are looked at."""
+
+    def __init__(self, llm: Any, pool_bytes: int) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self.llm = llm
+        self.pool_bytes = pool_bytes
+        self.half = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler_half
+        self.traffic = self.half._traffic
+        self.scheduler = self.traffic._scheduler
+        held = get_kv_transfer_group()._worker_half._held
+        self.store, self.prefetcher = held.store, held.prefetcher
+        self.told: list[tuple[float, Any]] = []
+        take_report = self.half.take_report
+
+        def listen(report: Any) -> None:
+            self.told.extend((time.perf_counter(), result) for _, result in report.transfers)
+            take_report(report)
+
+        self.half.take_report = listen
+
+    def identities(self, prompts: Prompts) -> list[Any]:
+        asked = CollectParams(collect=SYSTEM)
+        return [self.half._planner.chunk([*prompts.system, *chunk], asked) for chunk in prompts.chunks]
+
+    def set_pool(self, nbytes: int) -> None:
+        """Change the pool's budget as a client does."""
+        transfer = {"cacheblend": {"version": 1, "budgets": {"gpu": nbytes}}}
+        (output,) = self.llm.generate([{"prompt_token_ids": [1000] * 8}], sampling(transfer, 2), use_tqdm=False)
+        assert output.kv_transfer_params["cacheblend"]["budgets"]["gpu"] == nbytes
+
+    def step_until(self, done: Callable[[], bool], what: str) -> None:
+        """Have the engine make steps until it is done."""
+        for _ in range(100):
+            if done():
+                return
+            self.llm.generate([{"prompt_token_ids": [1000] * 8}], sampling(None, 4), use_tqdm=False)
+        raise SystemExit(f"after 100 requests still not: {what}")
+
+    def empty_pool(self) -> None:
+        self.set_pool(0)
+        self.step_until(
+            lambda: (
+                not (self.store.bytes_used(Tier.GPU) or self.scheduler.used_bytes(Tier.GPU))
+                and not (self.traffic.in_flight() or self.prefetcher.in_flight())
+            ),
+            "an empty pool",
+        )
+
+    def make_resident(self, prompts: Prompts) -> None:
+        self.set_pool(self.pool_bytes)
+        chunks = self.identities(prompts)
+        for _ in range(20):
+            if all(self.store.lookup(chunk) is Tier.GPU for chunk in chunks) and not self.traffic.in_flight():
+                return
+            first_token(self.llm, prompts, {"selector": "none"})
+            self.step_until(lambda: not self.traffic.in_flight(), "arrived")
+        raise SystemExit("the chunks do not come to the GPU")
+
+
+class CopyWatch:
+    """Puts events around the staged copies, and around the waits for them, while `on`."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.copies: list[tuple[Any, Any]] = []
+        self.waits: list[tuple[Any, Any]] = []
+        original = StagedPlacement._copy
+
+        def copy(placement: Any, group: int) -> None:
+            if not self.on or not placement._staged:
+                original(placement, group)
+                return
+            placement._arrived = [_Arrival.of(arrived, self) for arrived in placement._arrived]
+            begin = mark(placement._stream)
+            original(placement, group)
+            self.copies.append((begin, mark(placement._stream)))
+
+        StagedPlacement._copy = copy  # type: ignore[method-assign]
+
+    def take(self) -> dict[str, float]:
+        """Milliseconds of copies, and of the model's stream waiting for them, since the last time."""
+        torch.cuda.synchronize()
+        totals = {
+            name: sum(begin.elapsed_time(end) for begin, end in pairs)
+            for name, pairs in (("copy_ms", self.copies), ("exposed_ms", self.waits))
+        }
+        self.copies.clear()
+        self.waits.clear()
+        return totals
+
+
+class _Arrival:
+    """The event that a group of layers has arrived, and how long the model's stream waits for it."""
+
+    def __init__(self, event: Any, watch: CopyWatch) -> None:
+        self._event, self._watch = event, watch
+
+    @classmethod
+    def of(cls, event: Any, watch: CopyWatch) -> _Arrival:
+        return event if isinstance(event, cls) else cls(event, watch)
+
+    def record(self, stream: Any) -> None:
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        begin = mark()
+        self._event.wait()
+        self._watch.waits.append((begin, mark()))
+
+
+def mark(stream: Any = None) -> Any:
+    """An event with a time, recorded now."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream or torch.cuda.current_stream())
+    return event
+
+
+def plain_gb_s(bench: Bench, chunks: Sequence[Any]) -> float:
+    """GB/s of whole chunks copied one behind another, all on the host."""
+    sources = [bench.store.get(chunk).kv for chunk in chunks]
+    into, stream = torch.empty_like(sources[0], device="cuda"), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        begin = mark(stream)
+        for kv in sources:
+            into.copy_(kv, non_blocking=True)
+        end = mark(stream)
+    end.synchronize()
+    return sum(kv.nbytes for kv in sources) / begin.elapsed_time(end) / 1e6
