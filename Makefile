@@ -17,7 +17,7 @@ export TOKENIZERS_PARALLELISM := false
 .PHONY: help setup demo test test-slow test-matrix soak serve-check lint format bench bench-scheduling eval-musique eval-retrieval clean
 
 help: ## Say what each target does.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 setup: $(SETUP) ## Make the virtual environment and install everything for tests and the demo.
 
@@ -60,8 +60,10 @@ format: $(SETUP) ## Put the code into its style.
 bench: $(SETUP) ## Measure time to first token: full prefill against blended arms, side by side.
 	$(BIN)/python -m eval.latency
 
-bench-scheduling: $(SETUP) ## Measure what the chunk scheduler takes of a decode step, with 10 to 100,000 chunks.
-	$(BIN)/python -m eval.scheduling
+bench-scheduling: $(SETUP) ## Measure scheduler, disk and hit rates, without a GPU; DATA=FILE for recorded sessions.
+	$(BIN)/python -m eval.scheduling --steps 5000 --warm-up 500
+	$(BIN)/python -m eval.disk_bandwidth --files 8 --rounds 3
+	$(BIN)/python -m eval.trace --seed 0 --seed 1 --seed 2 $(if $(DATA),--data $(DATA))
 
 eval-musique: $(SETUP) ## Measure fidelity on the invented questions, into results/; DATA=FILE for others.
 	$(BIN)/python -m eval.musique $(if $(DATA),--data $(DATA))

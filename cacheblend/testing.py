@@ -364,7 +364,7 @@ class FakePrefetcher(AsyncPrefetcher):
         ended = [key for key in keys if (key, target) in self._latest and (key, target) not in self._flying]
         return {key: self._latest[key, target] for key in ended}
 
-    def wait_any(self, timeout_s: float) -> None:
+    def wait_any(self, timeout_s: float, target: Tier | None = None) -> None:
         """See `AsyncPrefetcher.wait_any`; returns at once in any case."""
         self.waits.append(timeout_s)
 
@@ -375,9 +375,15 @@ class FakePrefetcher(AsyncPrefetcher):
         self._end(TransferResult.failed(key, UnavailableReason.CANCELLED, target))
         return True
 
-    def in_flight(self) -> int:
+    def in_flight(self, target: Tier | None = None) -> int:
         """See `AsyncPrefetcher.in_flight`."""
-        return len(self._flying)
+        return sum(target in (None, to) for _, to in self._flying)
+
+    def pause(self) -> None:
+        """See `AsyncPrefetcher.pause`; nothing is copied here."""
+
+    def resume(self) -> None:
+        """See `AsyncPrefetcher.resume`."""
 
     def close(self) -> None:
         """See `AsyncPrefetcher.close`."""

@@ -51,6 +51,8 @@ class ArenaMemory:
         # Blocks end wherever the last reference to a tensor goes, also inside this class: no lock is taken there.
         self._returned: deque[tuple[_Slab, int]] = deque()
         self._lock = threading.Lock()
+        # Making a buffer takes its time, in which others take and give blocks; held before the other lock.
+        self._growing = threading.Lock()
 
     @property
     def nbytes(self) -> int:
@@ -90,12 +92,13 @@ class ArenaMemory:
 
     def grow(self, nbytes: int) -> None:
         """See `TensorMemory.grow`."""
-        missing = nbytes - self.nbytes
-        if missing > 0:
-            arena = Arena(missing)
-            slab = _Slab(arena, self._make_buffer(arena.nbytes))
-            with self._lock:
-                self._slabs.append(slab)
+        with self._growing:
+            missing = nbytes - self.nbytes
+            if missing > 0:
+                arena = Arena(missing)
+                slab = _Slab(arena, self._make_buffer(arena.nbytes))
+                with self._lock:
+                    self._slabs.append(slab)
 
     def _take_back(self) -> None:
         while self._returned:

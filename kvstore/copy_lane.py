@@ -22,6 +22,10 @@ class Mark(Protocol):
 class CopyLane(Protocol):
     """One order of work, apart from everyone else's. No call waits for work to be done."""
 
+    def enter_thread(self) -> None:
+        """A thread of its owner's own calls this before any other call."""
+        ...
+
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Ask for a copy between tensors of one shape and dtype, both contiguous; they must live until it is done."""
         ...
@@ -43,6 +47,10 @@ class CudaLane:
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device)
+
+    def enter_thread(self) -> None:
+        """See `CopyLane.enter_thread`: a new thread's device is the first one, whichever the process works on."""
+        torch.cuda.set_device(self.stream.device)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """See `CopyLane.copy`; the source must be page-locked, or the copy is waited for."""

@@ -52,6 +52,9 @@ class CopyQueue:
         lane: where copies run.
         bytes_ahead: bytes asked of the lane and not known to be done, at most; one slice is always allowed.
         slice_bytes: bytes of a slice, rounded down to whole layers; one layer at least.
+
+    Attributes:
+        paused: whether no slice is issued; what was issued before ends as ever.
     """
 
     def __init__(self, lane: CopyLane, bytes_ahead: int, slice_bytes: int):
@@ -62,6 +65,7 @@ class CopyQueue:
         self._issued: deque[tuple[ChunkCopy, Mark, int]] = deque()
         self._over: dict[ChunkCopy, None] = {}
         self._ahead = 0
+        self.paused = False
 
     @property
     def bytes_issued(self) -> int:
@@ -70,8 +74,8 @@ class CopyQueue:
 
     @property
     def wants_more(self) -> bool:
-        """Whether everything added has been issued and there is room for more."""
-        return not self._unissued and self._ahead < self._bytes_ahead
+        """Whether everything added has been issued and more would be issued at once."""
+        return not self.paused and not self._unissued and self._ahead < self._bytes_ahead
 
     def add(self, copy: ChunkCopy) -> None:
         """Issue a copy as far as there is room, the rest in later `advance`."""
@@ -110,7 +114,7 @@ class CopyQueue:
             self._over[copy] = None
 
     def _issue(self) -> None:
-        while self._unissued:
+        while self._unissued and not self.paused:
             copy = self._unissued[0]
             nbytes = self._next_slice(copy) * copy.source.kv[0].nbytes
             if self._ahead and self._ahead + nbytes > self._bytes_ahead:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvstore.advancing import AdvancingThread
 from kvstore.copy_lane import CopyLane, CudaLane
 from kvstore.copy_queue import ChunkCopy, CopyQueue
 from kvstore.errors import BudgetExceeded, ChunkUnavailable, StoreError, UnavailableReason
@@ -20,9 +22,11 @@ from kvstore.transfer_log import TransferLog
 
 logger = logging.getLogger(__name__)
 
-BYTES_AHEAD = 256 << 20
-"""What the copy engine has before it: five milliseconds of a 55 GB/s link, about one decode step of an 8B model."""
+BYTES_AHEAD = 64 << 20
+"""What the copy engine has before it: a little over one millisecond of a 55 GB/s link."""
 SLICE_BYTES = 16 << 20
+ADVANCE_S = 1e-3
+"""Pause between two looks of the prefetcher's own thread; `BYTES_AHEAD` lasts for it."""
 LOOK_AGAIN_S = 2e-4
 """Pause between two looks of a thread that asked to wait."""
 
@@ -41,10 +45,12 @@ class _Flight:
 class CudaPrefetcher:
     """Loads chunks to the host on threads, and copies them on to the GPU pool on a stream of its own.
 
-    Used by one thread. Copies are issued, and what has arrived is published, inside its calls: whoever wants copies
-    to go on calls `poll` every few milliseconds. No call but `wait`, `wait_any` and `close` waits for anything. A
-    chunk's source is pinned while it is copied. A chunk cannot be evicted from the GPU before it has arrived; who no
-    longer wants it there cancels it.
+    Thread-safe. Copies are issued, and what has arrived is published, inside its calls and by a thread of its own,
+    which runs while a chunk is on its way to the GPU and sleeps otherwise. The store's listeners are called there as
+    well, under the prefetcher's lock: they must not wait for a thread that calls it. No call but `wait`, `wait_any`
+    and `close` waits for anything. A chunk's source is pinned while it is copied. A chunk cannot be evicted from the
+    GPU before it has arrived; who no longer wants it there cancels it. One whose room is being left (evicted, but
+    queued work still reads it) waits for that, and those behind it wait too.
 
     Args:
         store: a store with a GPU pool, whose host tier is page-locked.
@@ -53,6 +59,7 @@ class CudaPrefetcher:
             cancelled copy or another user of the link may have to wait for.
         slice_bytes: a chunk is copied in slices of whole layers of about this many bytes.
         lane: where copies run; None for a CUDA stream on the pool's device.
+        own_thread: False leaves all work to the calls: whoever wants copies to go on calls `poll` often.
 
     Raises:
         StoreError: the store has no GPU pool, or fewer than one thread.
@@ -66,41 +73,52 @@ class CudaPrefetcher:
         bytes_ahead: int = BYTES_AHEAD,
         slice_bytes: int = SLICE_BYTES,
         lane: CopyLane | None = None,
+        own_thread: bool = True,
     ):
         if store.gpu is None:
             raise StoreError("A CudaPrefetcher needs a store with a GPU pool; open the store with one.")
         self._store = store
         self._pool: GpuPool = store.gpu
-        self._copies = CopyQueue(lane or CudaLane(self._pool.device), bytes_ahead, slice_bytes)
+        lane = lane or CudaLane(self._pool.device)
+        self._copies = CopyQueue(lane, bytes_ahead, slice_bytes)
         self._host = ThreadPrefetcher(store, threads)
         self._log = TransferLog()
+        # Guards everything here, and is never held while waiting. The locks of the host's prefetcher, the store and
+        # the pool may be taken inside it, never the other way round.
+        self._changed = threading.Condition()
         self._ordered_to_host: set[ChunkKey] = set()
         # Every flight to the GPU is in one of these.
         self._loading: dict[ChunkKey, _Flight] = {}
         self._queued: dict[ChunkKey, _Flight] = {}
         self._copying: dict[ChunkKey, _Flight] = {}
         self._closed = False
+        self._thread = (
+            AdvancingThread("chunk-copies", self._changed, self._has_work, self._advance, ADVANCE_S, lane.enter_thread)
+            if own_thread
+            else None
+        )
 
     def start(self, orders: Sequence[TransferOrder]) -> None:
         """See `AsyncPrefetcher.start`. A chunk ordered to the GPU that is not on the host is loaded there first."""
-        if self._closed:
-            raise StoreError("The prefetcher is closed; open another one.")
         for order in orders:
             if order.target not in (Tier.HOST, Tier.GPU):
                 raise StoreError(f"A CudaPrefetcher moves to host and gpu, not to {order.target!r}.")
-        for order in orders:
-            if order.target is Tier.HOST:
-                self._ordered_to_host.add(order.chunk.key)
-                self._log.begin(order.chunk.key, Tier.HOST)
-                self._host.start([order])
-            else:
-                self._start_to_gpu(order.chunk)
-        self._advance()
+        with self._changed:
+            if self._closed:
+                raise StoreError("The prefetcher is closed; open another one.")
+            for order in orders:
+                if order.target is Tier.HOST:
+                    self._start_to_host(order)
+                else:
+                    self._start_to_gpu(order.chunk)
+            self._advance()
+            self._changed.notify_all()
 
     def poll(self) -> list[TransferResult]:
         """See `AsyncPrefetcher.poll`; what has arrived since is published here."""
-        self._advance()
-        return self._log.poll()
+        with self._changed:
+            self._advance()
+            return self._log.poll()
 
     def wait(
         self, keys: Sequence[ChunkKey], timeout_s: float | None, *, target: Tier = Tier.HOST
@@ -108,17 +126,63 @@ class CudaPrefetcher:
         """See `AsyncPrefetcher.wait`."""
         if target is Tier.HOST:
             return self._host.wait(keys, timeout_s)
-        _look_until(lambda: not any(self._flight_of(key) for key in keys), timeout_s, self._advance)
-        return self._log.latest([key for key in keys if self._flight_of(key) is None], target)
+        with self._changed, self._log.awaiting(keys, target):
+            self._look_until(lambda: not any(self._flight_of(key) for key in keys), timeout_s)
+            return self._log.latest([key for key in keys if self._flight_of(key) is None], target)
 
-    def wait_any(self, timeout_s: float) -> None:
+    def wait_any(self, timeout_s: float, target: Tier | None = None) -> None:
         """See `AsyncPrefetcher.wait_any`."""
-        _look_until(self._log.has_unpolled, timeout_s, self._advance)
+        with self._changed:
+            self._look_until(lambda: self._log.has_unpolled(target), timeout_s)
 
     def cancel(self, key: ChunkKey, *, target: Tier = Tier.HOST) -> bool:
         """See `AsyncPrefetcher.cancel`. Calling off a load to the host calls off the copy that waits for it."""
         if target is Tier.HOST:
             return self._host.cancel(key)
+        with self._changed:
+            return self._cancel_to_gpu(key)
+
+    def in_flight(self, target: Tier | None = None) -> int:
+        """See `AsyncPrefetcher.in_flight`; a load on behalf of a copy counts as that copy."""
+        with self._changed:
+            self._advance()
+            to_host = len(self._ordered_to_host) if target in (None, Tier.HOST) else 0
+            to_gpu = (self._loading, self._queued, self._copying) if target in (None, Tier.GPU) else ()
+            return to_host + sum(map(len, to_gpu))
+
+    def pause(self) -> None:
+        """See `AsyncPrefetcher.pause`."""
+        with self._changed:
+            self._copies.paused = True
+
+    def resume(self) -> None:
+        """See `AsyncPrefetcher.resume`."""
+        with self._changed:
+            self._copies.paused = False
+            self._advance()
+            self._changed.notify_all()
+
+    @property
+    def bytes_issued(self) -> int:
+        """Bytes asked of the copy engine and not known to have arrived."""
+        return self._copies.bytes_issued
+
+    def close(self) -> None:
+        """See `AsyncPrefetcher.close`."""
+        with self._changed:
+            self._closed = True
+            for key in [*self._loading, *self._queued, *self._copying]:
+                self._cancel_to_gpu(key)
+        self._host.close()
+        with self._changed:
+            self._look_until(lambda: not self._copying, None)
+        if self._thread is not None:
+            self._thread.end()
+
+    def _flight_of(self, key: ChunkKey) -> _Flight | None:
+        return self._loading.get(key) or self._queued.get(key) or self._copying.get(key)
+
+    def _cancel_to_gpu(self, key: ChunkKey) -> bool:
         flight = self._flight_of(key)
         if flight is None or (flight.copy is not None and flight.copy.stopped):
             return False
@@ -131,27 +195,10 @@ class CudaPrefetcher:
         self._log.add(TransferResult.failed(key, UnavailableReason.CANCELLED, Tier.GPU))
         return True
 
-    def in_flight(self) -> int:
-        """See `AsyncPrefetcher.in_flight`; a load on behalf of a copy counts as that copy."""
-        self._advance()
-        flights = (self._loading, self._queued, self._copying, self._ordered_to_host)
-        return sum(map(len, flights))
-
-    @property
-    def bytes_issued(self) -> int:
-        """Bytes asked of the copy engine and not known to have arrived."""
-        return self._copies.bytes_issued
-
-    def close(self) -> None:
-        """See `AsyncPrefetcher.close`."""
-        self._closed = True
-        for key in [*self._loading, *self._queued, *self._copying]:
-            self.cancel(key, target=Tier.GPU)
-        self._host.close()
-        _look_until(lambda: not self._copying, None, self._advance)
-
-    def _flight_of(self, key: ChunkKey) -> _Flight | None:
-        return self._loading.get(key) or self._queued.get(key) or self._copying.get(key)
+    def _start_to_host(self, order: TransferOrder) -> None:
+        self._ordered_to_host.add(order.chunk.key)
+        self._log.begin(order.chunk.key, Tier.HOST)
+        self._host.start([order])
 
     def _start_to_gpu(self, identity: ChunkIdentity) -> None:
         key = identity.key
@@ -177,8 +224,24 @@ class CudaPrefetcher:
             self._take_host_result(result)
         self._end_copies()
         while self._queued and self._copies.wants_more:
-            flight = self._queued.pop(next(iter(self._queued)))
-            self._begin(flight)
+            key, flight = next(iter(self._queued.items()))
+            if not self._begin(flight):
+                return
+            del self._queued[key]
+
+    def _has_work(self) -> bool:
+        """Whether looking again may take a flight to the GPU further."""
+        if self._copies.paused:
+            return self._copies.bytes_issued > 0
+        return bool(self._loading or self._queued or self._copying)
+
+    def _look_until(self, done: Callable[[], bool], timeout_s: float | None) -> None:
+        """Look again and again until it is done, or for `timeout_s` seconds, without the lock in between."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        self._advance()
+        while not done() and (end is None or time.monotonic() < end):
+            self._changed.wait(LOOK_AGAIN_S)
+            self._advance()
 
     def _take_host_result(self, result: TransferResult) -> None:
         key = result.key
@@ -194,11 +257,17 @@ class CudaPrefetcher:
         else:
             self._log.add(TransferResult.failed(key, result.reason or UnavailableReason.UNREADABLE, Tier.GPU))
 
-    def _begin(self, flight: _Flight) -> None:
+    def _begin(self, flight: _Flight) -> bool:
+        """Begin a copy, or end the flight; False if its room is still being left."""
         key = flight.identity.key
         pin = self._store.pin([key])
         try:
             copy = self._copy_of(flight.identity)
+        except BudgetExceeded as error:
+            pin.release()
+            if error.soon or any(other.copy is not None and other.copy.stopped for other in self._copying.values()):
+                return False
+            self._log.add(TransferResult.failed(key, UnavailableReason.GPU_BUDGET, Tier.GPU))
         except ChunkUnavailable as error:
             pin.release()
             self._log.add(TransferResult.failed(key, error.reason, Tier.GPU))
@@ -211,6 +280,7 @@ class CudaPrefetcher:
             flight.pin, flight.copy = pin, copy
             self._copying[key] = flight
             self._copies.add(copy)
+        return True
 
     def _copy_of(self, identity: ChunkIdentity) -> ChunkCopy:
         """The pinned chunk with room for it on the GPU."""
@@ -218,11 +288,7 @@ class CudaPrefetcher:
         if self._store.lookup(identity) is not Tier.HOST:
             raise ChunkUnavailable(key, UnavailableReason.EVICTED, "it left the host before it was copied")
         source = self._store.get(identity)
-        try:
-            destination = self._pool.reserve(key, source.kv.shape, source.kv.dtype)
-        except BudgetExceeded as error:
-            raise ChunkUnavailable(key, UnavailableReason.GPU_BUDGET, str(error)) from error
-        return ChunkCopy(source, destination)
+        return ChunkCopy(source, self._pool.reserve(key, source.kv.shape, source.kv.dtype))
 
     def _end_copies(self) -> None:
         # On its own, so that nothing refers to a finished copy's memory when the next one needs room.
@@ -249,12 +315,3 @@ class CudaPrefetcher:
             logger.warning("chunk %s was copied to the GPU for nothing: %s", identity.key[:12], str(error))
             return UnavailableReason.UNREADABLE
         return None
-
-
-def _look_until(done: Callable[[], bool], timeout_s: float | None, look: Callable[[], None]) -> None:
-    """Look again and again until it is done, or for `timeout_s` seconds; at least once."""
-    end = None if timeout_s is None else time.monotonic() + timeout_s
-    look()
-    while not done() and (end is None or time.monotonic() < end):
-        time.sleep(LOOK_AGAIN_S)
-        look()

@@ -52,4 +52,12 @@ class ChunkUnavailable(Exception):
 
 
 class BudgetExceeded(Exception):
-    """A memory tier has no room for these bytes; something must be evicted first."""
+    """A memory tier has no room for these bytes; something must be evicted first.
+
+    Attributes:
+        soon: what was evicted already would be enough, once the work queued on it is over.
+    """
+
+    def __init__(self, detail: str, soon: bool = False):
+        super().__init__(detail)
+        self.soon = soon

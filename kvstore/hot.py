@@ -12,7 +12,7 @@ from kvstore.errors import BudgetExceeded, ChunkUnavailable, StoreError, Unavail
 from kvstore.format import Allocate
 from kvstore.key import ChunkIdentity, ChunkKey, ShardLayout
 from kvstore.memory import MemoryTier
-from kvstore.pins import Event
+from kvstore.pins import Event, PinCounts
 from kvstore.tiers import Tier
 
 ReadInto = Callable[[Allocate], tuple[ChunkKV, Tier]]
@@ -101,11 +101,13 @@ class HotTiers:
         with self._availability.change(key):
             return memory.evict(key, after)
 
-    def evict_deferred(self, key: ChunkKey, after: Event | None) -> None:
-        """Let the evictions happen that waited for the key's last pin."""
+    def unpin(self, key: ChunkKey, pins: PinCounts, after: Event | None) -> bool:
+        """Give a pin back, and let the evictions happen that waited for it: whether it was the last."""
         with self._availability.change(key):
+            last = pins.unpin(key)
             for memory in self._memory.values():
                 memory.evict_deferred(key, after)
+        return last
 
     def clear(self) -> None:
         """Let every chunk go, pinned or not."""

@@ -201,14 +201,23 @@ class MemoryTier:
             if key not in self._chunks:
                 return 0
             if key in self.pins:
-                self._deferred.setdefault(key, []).extend([after] if after else [])
+                self._defer(key, after)
                 return 0
             return self._remove(key, after)
 
     def evict_deferred(self, key: ChunkKey, after: Event | None = None) -> int:
-        """Let an eviction happen that waited for a pin, if none is left: bytes that left."""
+        """A pin was given back: let an eviction happen that waited for it, if no other is left: bytes that left.
+
+        Args:
+            after: as of `evict`; if other pins are left, the eviction waits for this work as well.
+        """
         with self._lock:
-            return self._remove(key, after) if key in self._deferred and key not in self.pins else 0
+            if key not in self._deferred:
+                return 0
+            if key in self.pins:
+                self._defer(key, after)
+                return 0
+            return self._remove(key, after)
 
     def pin(self, key: ChunkKey) -> None:
         """Claim a key; pins count, so each needs its own `unpin`."""
@@ -220,7 +229,8 @@ class MemoryTier:
         Raises:
             StoreError: the key has no pin.
         """
-        return self.evict_deferred(key, after) if self.pins.unpin(key) else 0
+        self.pins.unpin(key)
+        return self.evict_deferred(key, after)
 
     def clear(self) -> None:
         """Let every chunk go, pinned or not; reservations and pins stay with whoever holds them."""
@@ -233,7 +243,8 @@ class MemoryTier:
         free = self.budget_bytes - self._used
         if nbytes > free:
             raise BudgetExceeded(
-                f"chunk {key[:12]} needs {nbytes} bytes, {free} of {self.budget_bytes} are free in tier {self.tier}"
+                f"chunk {key[:12]} needs {nbytes} bytes, {free} of {self.budget_bytes} are free in tier {self.tier}",
+                soon=nbytes <= free + self._bytes_leaving(),
             )
 
     def _allocate(self, key: ChunkKey, nbytes: int) -> torch.Tensor:
@@ -241,7 +252,9 @@ class MemoryTier:
         if room is None:
             raise BudgetExceeded(
                 f"chunk {key[:12]} needs {nbytes} bytes in one piece, "
-                f"{self._memory.largest_free} is the largest free piece of tier {self.tier}"
+                f"{self._memory.largest_free} is the largest free piece of tier {self.tier}",
+                # Which pieces will be neighbours then is not known; so it is tried until nothing leaves any more.
+                soon=self._bytes_leaving() > 0,
             )
         return room
 
@@ -257,6 +270,11 @@ class MemoryTier:
         else:
             self._chunks[chunk.identity.key] = chunk
 
+    def _defer(self, key: ChunkKey, after: Event | None) -> None:
+        # The fence is set here: who gives the last pin back may be a thread with another stream.
+        event = after or self._memory.fence()
+        self._deferred.setdefault(key, []).extend([event] if event else [])
+
     def _remove(self, key: ChunkKey, after: Event | None) -> int:
         events = self._deferred.pop(key, [])
         chunk = self._chunks.pop(key)
@@ -270,6 +288,9 @@ class MemoryTier:
             self._leaving.append((events, kv))
         else:
             self._used -= kv.nbytes
+
+    def _bytes_leaving(self) -> int:
+        return sum(kv.nbytes for _, kv in self._leaving)
 
     def _collect(self) -> None:
         """Take back what left and what no queued work reads any more."""

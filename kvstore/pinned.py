@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 import torch
 
+from kvstore.cuda_runtime import clear_last_error
 from kvstore.errors import StoreError
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class HostBuffer:
         runtime = torch.cuda.cudart()
         error = runtime.cudaHostRegister(start, nbytes, _PORTABLE)
         if error != runtime.cudaError.success:
+            clear_last_error()
             raise StoreError(
                 f"The host's {nbytes} bytes for chunks cannot be page-locked ({error}); "
                 "lower the host budget or raise the limit of locked memory (ulimit -l)."

@@ -280,6 +280,5 @@ class ChunkStore:
 
     def _unpin(self, keys: tuple[ChunkKey, ...], after: Event | None) -> None:
         for key in keys:
-            if self._pins.unpin(key):
-                self._hot.evict_deferred(key, after)
+            if self._hot.unpin(key, self._pins, after):
                 self._cold.evict_deferred(key)

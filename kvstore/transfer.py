@@ -58,8 +58,8 @@ class AsyncPrefetcher(Protocol):
         """
         ...
 
-    def wait_any(self, timeout_s: float) -> None:
-        """Wait until there is something to poll, or for `timeout_s` seconds."""
+    def wait_any(self, timeout_s: float, target: Tier | None = None) -> None:
+        """Wait until there is a result to poll, one to `target` if that is given, or for `timeout_s` seconds."""
         ...
 
     def cancel(self, key: ChunkKey, *, target: Tier = Tier.HOST) -> bool:
@@ -73,8 +73,19 @@ class AsyncPrefetcher(Protocol):
         """
         ...
 
-    def in_flight(self) -> int:
-        """Transfers queued or under way."""
+    def in_flight(self, target: Tier | None = None) -> int:
+        """Transfers queued or under way: those to `target`, None for all."""
+        ...
+
+    def pause(self) -> None:
+        """Begin and go on with no copy to a GPU until `resume`; returns at once.
+
+        What was asked of the device already ends, and loads to the host go on. Pausing again does nothing.
+        """
+        ...
+
+    def resume(self) -> None:
+        """Go on with copies to a GPU; does nothing if they are not paused."""
         ...
 
     def close(self) -> None:
@@ -138,10 +149,10 @@ class ThreadPrefetcher:
             self._changed.wait_for(lambda: self._flying.keys().isdisjoint(keys), timeout_s)
             return self._log.latest([key for key in keys if key not in self._flying], target)
 
-    def wait_any(self, timeout_s: float) -> None:
+    def wait_any(self, timeout_s: float, target: Tier | None = None) -> None:
         """See `AsyncPrefetcher.wait_any`."""
         with self._changed:
-            self._changed.wait_for(self._log.has_unpolled, timeout_s)
+            self._changed.wait_for(lambda: self._log.has_unpolled(target), timeout_s)
 
     def cancel(self, key: ChunkKey, *, target: Tier = Tier.HOST) -> bool:
         """See `AsyncPrefetcher.cancel`."""
@@ -155,10 +166,16 @@ class ThreadPrefetcher:
                 load.called_off = True
             return True
 
-    def in_flight(self) -> int:
+    def in_flight(self, target: Tier | None = None) -> int:
         """See `AsyncPrefetcher.in_flight`."""
         with self._changed:
-            return len(self._flying)
+            return len(self._flying) if target in (None, Tier.HOST) else 0
+
+    def pause(self) -> None:
+        """See `AsyncPrefetcher.pause`: nothing is copied to a GPU here."""
+
+    def resume(self) -> None:
+        """See `AsyncPrefetcher.resume`."""
 
     def close(self) -> None:
         """See `AsyncPrefetcher.close`."""

@@ -37,9 +37,9 @@ class TransferLog:
         """A transfer begins: how an earlier one ended is not told any more, unless it was polled already."""
         self._unpolled.pop((key, target), None)
 
-    def has_unpolled(self) -> bool:
-        """Whether a transfer has ended since the last poll."""
-        return bool(self._unpolled)
+    def has_unpolled(self, target: Tier | None = None) -> bool:
+        """Whether a transfer has ended since the last poll: one to `target`, None for any."""
+        return any(target in (None, ended_in) for _, ended_in in self._unpolled)
 
     def poll(self) -> list[TransferResult]:
         """Results since the last poll; of those polled, the oldest that nobody awaits are forgotten."""

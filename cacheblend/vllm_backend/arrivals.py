@@ -17,12 +17,14 @@ class Arrival:
     Attributes:
         chunk: which one.
         target: the tier it was ordered to.
+        result: of the rank that told last.
         failed: the first rank's result that is not ok, None if the chunk is there.
         bytes_from: bytes moved by all ranks together, by the tier they came from.
     """
 
     chunk: ChunkIdentity
     target: Tier
+    result: TransferResult
     failed: TransferResult | None = None
     bytes_from: dict[str, int] = field(default_factory=dict)
 
@@ -66,7 +68,7 @@ class Arrivals:
 
 
 def _join(chunk: ChunkIdentity, target: Tier, results: list[TransferResult]) -> Arrival:
-    arrival = Arrival(chunk, target, next((result for result in results if not result.ok), None))
+    arrival = Arrival(chunk, target, results[-1], next((result for result in results if not result.ok), None))
     for result in results:
         if result.tier_from is not None and result.nbytes:
             tier = result.tier_from.value

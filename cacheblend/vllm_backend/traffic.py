@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from cacheblend.plan import BlendPlan, Policy
 from cacheblend.protocols import Admission, Eviction, PredictorEvent, SpeculativePredictor
@@ -20,8 +21,11 @@ from kvstore.transfer_values import TransferOrder, TransferResult
 ADVICE_A_STEP = 16
 """Pieces of advice that are looked at in one step."""
 
-SOUND = frozenset({UnavailableReason.HOST_BUDGET, UnavailableReason.GPU_BUDGET, UnavailableReason.CANCELLED})
-"""Reasons a transfer did not happen although the chunk is sound: it is used from where it is."""
+SOUND = frozenset({UnavailableReason.HOST_BUDGET, UnavailableReason.CANCELLED})
+"""Reasons a load did not happen although the chunk can be had: it is read through from where it is."""
+
+PASSING = frozenset({UnavailableReason.UNREACHABLE})
+"""Reasons a chunk cannot be had now although it is there: the next request may try again."""
 
 
 class ChunkTraffic:
@@ -53,6 +57,7 @@ class ChunkTraffic:
         self._stats = stats
         self._orders: list[TransferOrder] = []
         self._evictions: list[Eviction] = []
+        self._costs: CostModel | None = None
         self._gauged: dict[tuple[str, str], int] = {}
         self._why_evicted: dict[tuple[ChunkKey, Tier], str] = {}
 
@@ -108,12 +113,13 @@ class ChunkTraffic:
         """
         arrivals = []
         for arrival in self._arrivals.take(results):
-            if arrival.failed is not None and arrival.failed.reason not in SOUND:
+            if _is_gone(arrival):
                 self.lose(arrival.chunk.key)
             else:
                 # Where it arrived, its event has said so before; where not, its room is free again.
                 self._scheduler.on_not_loaded(arrival.chunk.key, arrival.target)
             self._count(arrival)
+            self._learn(arrival)
             if arrival.target is Tier.HOST:
                 arrivals.append(arrival)
         return arrivals
@@ -137,6 +143,7 @@ class ChunkTraffic:
 
     def calibrate(self, costs: CostModel) -> None:
         """Decide by measured costs from now on."""
+        self._costs = costs
         self._scheduler.calibrate(costs)
 
     def in_flight(self) -> int:
@@ -171,7 +178,27 @@ class ChunkTraffic:
                 self._stats.gauge(name, label, value)
         self._gauged = now
 
+    def _learn(self, arrival: Arrival) -> None:
+        """Note the rate of a tier that could not be measured at start: the remote one."""
+        result = arrival.result
+        costs = self._costs
+        if (
+            costs is None
+            or result.tier_from is not Tier.REMOTE
+            or not result.nbytes
+            or Tier.REMOTE in costs.bytes_per_s
+        ):
+            return
+        rates = {**costs.bytes_per_s, Tier.REMOTE: result.nbytes / max(result.seconds, 1e-9)}
+        self.calibrate(replace(costs, bytes_per_s=rates))
+
     def _count(self, arrival: Arrival) -> None:
         outcome = "ok" if arrival.failed is None else str(arrival.failed.reason)
         self._stats.count("transfers", f"{arrival.target.value}:{outcome}")
         self._stats.count("transfer_bytes", arrival.target.value, sum(arrival.bytes_from.values()))
+
+
+def _is_gone(arrival: Arrival) -> bool:
+    """Whether a load found that the chunk cannot be had; a copy to the GPU says nothing of the chunk elsewhere."""
+    failed = arrival.failed
+    return arrival.target is Tier.HOST and failed is not None and failed.reason not in SOUND | PASSING

@@ -26,6 +26,7 @@ from cacheblend.vllm_backend.worker_store import WorkerStore, open_store
 from kvstore.chunk import ChunkKV
 from kvstore.errors import StoreError
 from kvstore.events import StoreEvent
+from kvstore.tiers import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -100,16 +101,22 @@ class WorkerHalf:
             prefetcher.cancel(eviction.key, target=eviction.tier)
             store.evict(eviction.key, eviction.tier)
         for tier, nbytes in orders.budgets.items():
-            self._report.budgets[tier] = self._held.set_budget(tier, nbytes)
-        prefetcher.start(orders.transfers)
+            self._held.set_budget(tier, nbytes)
+        prefetcher.start([order for order in orders.transfers if order.target is Tier.HOST])
         self._held.look_remote(orders.missed)
         for order in orders.blends:
             self._pages_of[order.request_id] = order
             self._ready()[1].submit(order)
         if self._executor is not None and self._executor.busy:
-            self._advance(self._executor)
-        elif orders.idle and prefetcher.in_flight():
-            prefetcher.wait_any(IDLE_WAIT_S)
+            # What a blend copies is wanted now: what nobody waits for gets the link afterwards.
+            prefetcher.pause()
+            try:
+                self._advance(self._executor)
+            finally:
+                prefetcher.resume()
+        elif orders.idle and prefetcher.in_flight(Tier.HOST):
+            prefetcher.wait_any(IDLE_WAIT_S, Tier.HOST)
+        prefetcher.start([order for order in orders.transfers if order.target is not Tier.HOST])
 
     def collect(self, orders: StepOrders) -> None:
         """Take chunks whose KV this step has written out of the pages and put them into the store."""
@@ -136,6 +143,7 @@ class WorkerHalf:
         """What the scheduler's half should know of this step."""
         rank = self._ranks.shard.rank
         report, self._report = self._report, WorkerReport()
+        report.budgets = self._held.take_budgets()
         report.transfers = [(rank, result) for result in self._held.prefetcher.poll()]
         while True:
             try:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 import torch
@@ -37,14 +38,16 @@ class WorkerStore:
     Attributes:
         store: where they are.
         prefetcher: moves them.
-        background: talks to the remote server, one thing after another.
+        background: does what takes its time, one thing after another: talks to the remote server, takes memory.
         has_remote: whether there is one.
+        changed_budgets: tiers whose budget was to be changed.
     """
 
     store: ChunkStore
     prefetcher: AsyncPrefetcher
     background: ThreadPoolExecutor
     has_remote: bool
+    changed_budgets: SimpleQueue[Tier] = field(default_factory=SimpleQueue)
 
     def put(self, chunk: ChunkKV) -> PutReport:
         """Keep a chunk; a remote server gets it in the background.
@@ -62,17 +65,32 @@ class WorkerStore:
         if identities and self.has_remote:
             self.background.submit(_logged, self.store.look_remote, identities)
 
-    def set_budget(self, tier: Tier, nbytes: int) -> int:
-        """Change a memory tier's budget.
+    def set_budget(self, tier: Tier, nbytes: int) -> None:
+        """Change a memory tier's budget; `take_budgets` tells what came of it.
 
-        Returns:
-            What it may hold now: as before where there is not so much memory.
+        A larger one takes and locks memory, tenths of a second a GiB, so that is done in the background.
         """
+        if nbytes <= self.store.budget_bytes(tier):
+            self._change_budget(tier, nbytes)
+        else:
+            self.background.submit(self._change_budget, tier, nbytes)
+
+    def take_budgets(self) -> dict[Tier, int]:
+        """Budgets that were to be changed since the last call, as they are now."""
+        changed: dict[Tier, int] = {}
+        while True:
+            try:
+                tier = self.changed_budgets.get_nowait()
+            except Empty:
+                return changed
+            changed[tier] = self.store.budget_bytes(tier)
+
+    def _change_budget(self, tier: Tier, nbytes: int) -> None:
         try:
             self.store.set_budget(tier, nbytes)
         except StoreError as error:
             logger.warning("the budget of tier %s stays: %s", tier.value, error)
-        return self.store.budget_bytes(tier)
+        self.changed_budgets.put(tier)
 
     def close(self) -> None:
         """Stop the transfers, then give the memory back."""
@@ -113,7 +131,7 @@ def open_store(
     except StoreError as error:
         raise BlendError(str(error)) from error
     prefetcher = ThreadPrefetcher(store) if pool is None else CudaPrefetcher(store)
-    background = ThreadPoolExecutor(1, thread_name_prefix="remote-chunks")
+    background = ThreadPoolExecutor(1, thread_name_prefix="chunk-store")
     return WorkerStore(store, prefetcher, background, settings.remote is not None)
 
 

@@ -1,4 +1,4 @@
-"""`cacheblend cache`: what is in the cache folder, whether it is sound, and making room."""
+"""`cacheblend cache`: what is in the cache folder, whether it is sound, making room; and a running server's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import typer
 from rich.table import Table
 from typer import Option
 
+from pipelines.cli.budget import budget
 from pipelines.cli.cache_listing import Listing, list_chunks
 from pipelines.cli.failures import ends_with_a_sentence
 from pipelines.cli.options import AsJson, CacheDir, Verbose
 from pipelines.cli.output import log_to_stderr, print_json, print_table
 from pipelines.cli.progress import tracked
+from pipelines.cli.top import top
 from pipelines.cli.units import parse_duration, parse_size, size_text
 from pipelines.errors import PipelineError
 from pipelines.models.cache import cache_home
@@ -27,7 +29,13 @@ if TYPE_CHECKING:
 PROBLEMS_FOUND = 1
 SHORT = 12
 
-app = typer.Typer(help="List, verify and prune the cached chunks.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="List, verify and prune the cached chunks; watch and steer a running server.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.command("top")(top)
+app.command("budget")(budget)
 
 
 @app.command("ls")

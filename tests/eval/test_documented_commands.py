@@ -3,6 +3,7 @@
 import re
 import shlex
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,12 +26,29 @@ COMMANDS = sorted({*shown("README.md"), *shown("Makefile")})
 def test_every_measuring_command_is_shown_in_the_readme_and_is_a_target() -> None:
     for name in ("README.md", "Makefile"):
         modules = {line.split()[0] for line in shown(name)}
-        assert modules == {"eval.musique", "eval.latency", "eval.retrieval", "eval.serve_check"}
+        assert modules == {
+            "eval.musique",
+            "eval.latency",
+            "eval.retrieval",
+            "eval.serve_check",
+            "eval.scheduling",
+            "eval.disk_bandwidth",
+            "eval.trace",
+        }
+
+
+def app_of(module: str) -> typer.Typer:
+    """What `python -m module` runs."""
+    spec = find_spec(module)
+    is_package = spec is not None and spec.submodule_search_locations is not None
+    app = import_module(f"{module}.__main__" if is_package else module).app
+    assert isinstance(app, typer.Typer)
+    return app
 
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_that_is_shown_has_every_option_it_needs(line: str) -> None:
     module, *arguments = shlex.split(line)
-    command = typer.main.get_command(import_module(module).app)
+    command = typer.main.get_command(app_of(module))
     given = command.make_context(module, arguments).params
     assert str(given.get("data")).endswith(arguments[arguments.index("--data") + 1] if "--data" in arguments else "")

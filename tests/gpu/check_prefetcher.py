@@ -3,7 +3,8 @@
     python3 tests/gpu/check_prefetcher.py --out FILE.json [--rounds 7] [--chunks 40] [--commit HASH]
 
 Checked: what is being copied is not shown and never read half-way (its room holds NaN until the copy's event), room is
-not reused under queued readers, a cancelled copy gives its room back, and no call waits for the device. Measured:
+not reused under queued readers, a cancelled copy gives its room back, copies go on though nobody calls, a failed
+page-lock leaves CUDA without an error, and no call waits for the device. Measured:
 swapping that never stops, four times the pool in each round, beside plain copies of the same bytes in the same run.
 Prints one JSON line a result; ends with 1 if a check failed or swapping is below 80 % of plain copies.
 """
@@ -30,6 +31,7 @@ sys.path[:0] = [str(ROOT)]
 
 from kvstore.chunk import ChunkKV  # noqa: E402
 from kvstore.copy_lane import CudaLane  # noqa: E402
+from kvstore.cuda_runtime import clear_last_error  # noqa: E402
 from kvstore.cuda_transfer import CudaPrefetcher  # noqa: E402
 from kvstore.errors import UnavailableReason  # noqa: E402
 from kvstore.gpu import GpuPool  # noqa: E402
@@ -94,7 +96,7 @@ def is_all(kv: torch.Tensor, number: int) -> bool:
 
 def check_nothing_is_read_before_its_event() -> dict[str, Any]:
     store, identities = open_store(3, 3)
-    prefetcher = CudaPrefetcher(store, bytes_ahead=64 << 20, lane=PoisonedLane(DEVICE))
+    prefetcher = CudaPrefetcher(store, lane=PoisonedLane(DEVICE))
     looks, arrived, right = 0, 0, True
     # Begun in inference mode and ended outside of it, as calls of an engine may come.
     with waiting_is_an_error(), torch.inference_mode():
@@ -116,24 +118,69 @@ def check_nothing_is_read_before_its_event() -> dict[str, Any]:
 
 
 def check_room_is_not_reused_under_a_reader() -> dict[str, Any]:
-    """A reader queued behind a long kernel still sees its chunk, though the chunk was evicted and another ordered."""
+    """A reader queued behind a long kernel sees its chunk, though it was evicted and another waits for its room."""
     store, (first, second) = open_store(2, 1)
     prefetcher = CudaPrefetcher(store)
     prefetcher.start(to_gpu(first))
     prefetcher.wait([first.key], None, target=Tier.GPU)
+    prefetcher.poll()
     reader = torch.cuda.Stream(DEVICE)
-    refused = 0
     with torch.cuda.stream(reader):
         torch.cuda._sleep(LONG)
         copied = store.get(first).kv.clone()
+        read = torch.cuda.Event()
+        read.record(reader)
         store.evict(first.key, Tier.GPU)
-    while store.lookup(second) is not Tier.GPU:
+    prefetcher.start(to_gpu(second))
+    looks, results, too_early = 0, [], False
+    while not results:
         with waiting_is_an_error():
-            prefetcher.start(to_gpu(second))
-            refused += sum(result.reason is UnavailableReason.GPU_BUDGET for result in prefetcher.poll())
-    right = is_all(copied, 0) and is_all(store.get(second).kv, 1)
+            # In this order: what was issued before the read was over was issued too early.
+            issued = prefetcher.bytes_issued
+            too_early |= issued > 0 and not read.query()
+            results = prefetcher.poll()
+        looks += 1
+        time.sleep(0.001)
+    right = results[0].ok and is_all(copied, 0) and is_all(store.get(second).kv, 1)
     prefetcher.close()
-    return {"ok": right and refused > 0, "refused_while_read": refused}
+    return {"ok": right and not too_early and looks > 10, "looks_while_waiting": looks}
+
+
+def check_copies_go_on_though_nobody_calls() -> dict[str, Any]:
+    """While the caller is away, more than `BYTES_AHEAD` is copied; while paused, nothing is."""
+    store, identities = open_store(8, 8)
+    prefetcher = CudaPrefetcher(store)
+    prefetcher.pause()
+    prefetcher.start(to_gpu(*identities))
+    time.sleep(0.05)
+    paused = prefetcher.bytes_issued == 0 and store.bytes_used(Tier.GPU) == 0
+    prefetcher.resume()
+    time.sleep(0.5)
+    arrived = sum(store.lookup(identity) is Tier.GPU for identity in identities)
+    right = all(is_all(store.get(identity).kv, number) for number, identity in enumerate(identities))
+    prefetcher.close()
+    return {"ok": paused and right and arrived == len(identities), "arrived": arrived}
+
+
+def check_a_failed_lock_leaves_no_error_behind() -> dict[str, Any]:
+    """Memory that is page-locked already is refused, and the next kernel launch does not raise for it."""
+    runtime, memory = torch.cuda.cudart(), torch.empty(1 << 20, dtype=torch.uint8)
+    assert runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0) == runtime.cudaError.success
+
+    def launch_raises() -> bool:
+        try:
+            torch.zeros(8, device=DEVICE).add_(1)
+        except RuntimeError:
+            return True
+        return False
+
+    failed = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0) != runtime.cudaError.success
+    raised_uncleared = launch_raises()
+    runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    clear_last_error()
+    raised = launch_raises()
+    runtime.cudaHostUnregister(memory.data_ptr())
+    return {"ok": failed and not raised, "raised_when_not_cleared": raised_uncleared}
 
 
 def check_a_cancelled_copy_gives_its_room_back() -> dict[str, Any]:
@@ -251,6 +298,8 @@ def main() -> None:
     for check in (
         check_nothing_is_read_before_its_event,
         check_room_is_not_reused_under_a_reader,
+        check_copies_go_on_though_nobody_calls,
+        check_a_failed_lock_leaves_no_error_behind,
         check_a_cancelled_copy_gives_its_room_back,
     ):
         results[check.__name__] = check()

@@ -23,6 +23,16 @@ class ManualMark:
         return float(self.at - earlier.at)
 
 
+class Queued:
+    """Work on another queue, over when a test says so."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def query(self) -> bool:
+        return self.over
+
+
 class ManualLane:
     """Poisons what is to be filled, and fills it later through bare addresses: it keeps no memory alive."""
 
@@ -30,6 +40,9 @@ class ManualLane:
         self._asked: deque[ManualMark | tuple[int, int, int]] = deque()
         self.bytes_asked = 0
         self.copies_done = 0
+
+    def enter_thread(self) -> None:
+        """The CPU has no current device."""
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         assert destination.is_contiguous()

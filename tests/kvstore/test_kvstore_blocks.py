@@ -62,6 +62,26 @@ def test_growing_adds_a_buffer_and_leaves_what_is_there(memory):
     assert (first.unique().tolist(), second.unique().tolist()) == ([3], [4])
 
 
+def test_two_who_grow_at_once_make_the_memory_once():
+    asked: list[int] = []
+    both_wait = threading.Event()
+
+    def make(nbytes: int) -> HostBuffer:
+        asked.append(nbytes)
+        both_wait.wait(0.2)
+        return HostBuffer(nbytes)
+
+    memory = ArenaMemory(make)
+    growing = [threading.Thread(target=memory.grow, args=(4 * ALIGNMENT,)) for _ in range(2)]
+    for thread in growing:
+        thread.start()
+    assert memory.allocate(1) is None, "nobody else waits for the buffer"
+    both_wait.set()
+    for thread in growing:
+        thread.join()
+    assert (asked, memory.nbytes) == ([4 * ALIGNMENT], 4 * ALIGNMENT)
+
+
 def test_a_buffer_outlives_its_memory_for_as_long_as_a_tensor_looks_into_it(memory):
     tensor = memory.allocate(ALIGNMENT).fill_(5)
     del memory

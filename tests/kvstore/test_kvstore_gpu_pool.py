@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
 from kvstore_samples import identity_of, reserve, reserve_and_fill, same, sample
+from manual_lane import Queued
 
-from kvstore import BudgetExceeded, ChunkKV, GpuPool, HostTier, StoreError, Tier
+from kvstore import BudgetExceeded, ChunkKV, GpuPool, HostTier, MemoryTier, StoreError, Tier
+from kvstore.blocks import ArenaMemory
 from kvstore.gpu import require_free
+from kvstore.pinned import HostBuffer
 
 ONE = sample(0).nbytes
 KEY = identity_of(1).key
 OTHER = identity_of(2).key
 GIB = 1 << 30
-
-
-class Queued:
-    """Work on a queue, as an event tells of it."""
-
-    over = False
-
-    def query(self) -> bool:
-        return self.over
 
 
 @pytest.fixture
@@ -117,6 +112,71 @@ def test_a_deferred_eviction_waits_for_the_pin_and_for_the_work_of_both_who_aske
         assert pool.bytes_used == ONE
         work.over = True
     assert pool.bytes_used == 0
+
+
+def test_work_of_a_pin_that_was_not_the_last_is_waited_for_as_well(pool):
+    holders = Queued()
+    pool.put(sample(1))
+    pool.pin(KEY)
+    pool.pin(KEY)
+    pool.evict(KEY)
+    assert pool.unpin(KEY, after=holders) == 0
+    assert pool.unpin(KEY) == ONE
+    assert pool.bytes_used == ONE
+    holders.over = True
+    assert pool.bytes_used == 0
+
+
+def test_a_deferred_eviction_is_fenced_on_the_thread_that_asked_for_it():
+    fences: dict[str, Queued] = {}
+
+    def fence() -> Queued:
+        return fences.setdefault(threading.current_thread().name, Queued())
+
+    memory = ArenaMemory(HostBuffer, fence)
+    tier = MemoryTier(2 * ONE, memory, Tier.GPU)
+    tier.put(sample(1))
+    tier.pin(KEY)
+    tier.evict(KEY)
+    other = threading.Thread(target=tier.unpin, args=(KEY,), name="other")
+    other.start()
+    other.join()
+    assert tier.get(KEY) is None
+    fences["other"].over = True
+    assert tier.bytes_used == ONE, "kernels of the evicting thread may still read it"
+    fences[threading.current_thread().name].over = True
+    assert tier.bytes_used == 0
+
+
+@pytest.mark.parametrize(("left", "soon"), [((), False), ((1,), True)])
+def test_a_refusal_says_whether_what_is_leaving_would_make_room(pool, left, soon):
+    pool.put(sample(1))
+    pool.put(sample(2))
+    for seed in left:
+        pool.evict(identity_of(seed).key, after=Queued())
+    with pytest.raises(BudgetExceeded) as caught:
+        pool.put(sample(3))
+    assert caught.value.soon == soon
+    with pytest.raises(BudgetExceeded) as caught:
+        pool.put(sample(50, tokens=8))
+    assert not caught.value.soon, "too large for what is leaving"
+
+
+def test_a_refusal_for_want_of_one_piece_may_pass_while_something_is_leaving():
+    pool = GpuPool(3 * ONE, "cpu")
+    for seed in (1, 2, 3):
+        pool.put(sample(seed))
+    reader = pool.get(OTHER).kv
+    pool.set_budget(5 * ONE)
+    leaving = Queued()
+    pool.put(sample(4))
+    pool.evict(KEY)
+    pool.evict(identity_of(3).key)
+    pool.evict(OTHER, after=leaving)
+    del reader
+    with pytest.raises(BudgetExceeded, match="in one piece") as caught:
+        pool.put(sample(50, tokens=12))
+    assert caught.value.soon
 
 
 def test_a_smaller_budget_counts_at_once_and_what_is_over_it_stays(pool):

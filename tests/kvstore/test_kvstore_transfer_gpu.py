@@ -55,7 +55,9 @@ class Bench:
         for seed in SEEDS:
             self.store.put(sample(seed, tokens=16))
         self.lane = ManualLane()
-        self.prefetcher = CudaPrefetcher(self.store, bytes_ahead=bytes_ahead, slice_bytes=SLICE, lane=self.lane)
+        self.prefetcher = CudaPrefetcher(
+            self.store, bytes_ahead=bytes_ahead, slice_bytes=SLICE, lane=self.lane, own_thread=False
+        )
 
     @property
     def pool(self) -> GpuPool:
@@ -384,7 +386,7 @@ def test_a_store_closed_too_early_ends_what_is_in_flight_and_loses_no_room(tmp_p
 
 def test_a_prefetcher_refuses_what_it_cannot_serve(tmp_path, bench):
     with pytest.raises(StoreError, match="GPU pool"):
-        CudaPrefetcher(ChunkStore(None, ONE), lane=ManualLane())
+        CudaPrefetcher(ChunkStore(None, ONE), lane=ManualLane(), own_thread=False)
     with pytest.raises(StoreError, match="disk"):
         bench.prefetcher.start([*to_gpu(FIRST), TransferOrder(FIRST, Tier.DISK)])
     assert bench.prefetcher.in_flight() == 0

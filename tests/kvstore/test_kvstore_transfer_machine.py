@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kvstore_samples import identity_of, same, sample
-from manual_lane import ManualLane
+from manual_lane import ManualLane, Queued
 
 from kvstore import ChunkStore, Tier
 from kvstore.cuda_transfer import CudaPrefetcher
@@ -36,11 +36,17 @@ class TransferMachine(RuleBasedStateMachine):
         self.store = ChunkStore(self.root, 4 * LARGEST, gpu=GpuPool(POOL, "cpu"))
         self.lane = ManualLane()
         self.prefetcher = CudaPrefetcher(
-            self.store, 2, bytes_ahead=bytes_ahead, slice_bytes=LARGEST // slices, lane=self.lane
+            self.store,
+            2,
+            bytes_ahead=bytes_ahead,
+            slice_bytes=LARGEST // slices,
+            lane=self.lane,
+            own_thread=False,
         )
         self.bound = max(bytes_ahead, LARGEST)
         self.ordered = set()
         self.held = []
+        self.reads = []
         for chunk in SAMPLES.values():
             self.store.put(chunk)
 
@@ -53,9 +59,24 @@ class TransferMachine(RuleBasedStateMachine):
     def cancel(self, seed, tier):
         self.prefetcher.cancel(CHUNKS[seed].key, target=tier)
 
-    @rule(seed=chunks, tier=memory_tiers)
-    def evict(self, seed, tier):
-        self.store.evict(CHUNKS[seed].key, tier)
+    @rule(seed=chunks, tier=memory_tiers, read_behind=st.booleans())
+    def evict(self, seed, tier, read_behind):
+        if read_behind:
+            self.reads.append(Queued())
+        self.store.evict(CHUNKS[seed].key, tier, self.reads[-1] if read_behind else None)
+
+    @rule()
+    def queued_reads_end(self):
+        while self.reads:
+            self.reads.pop().over = True
+
+    @rule()
+    def pause(self):
+        self.prefetcher.pause()
+
+    @rule()
+    def resume(self):
+        self.prefetcher.resume()
 
     @rule(copies=st.integers(0, 3))
     def device_works(self, copies):
@@ -99,6 +120,8 @@ class TransferMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "store"):
             return
+        self.prefetcher.resume()
+        self.queued_reads_end()
         while self.prefetcher.in_flight():
             self.lane.work()
             self.prefetcher.wait_any(0.001)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 REPOSITORY = Path(__file__).parents[2]
+sys.path.insert(0, str(Path(__file__).parent))
 VOCABULARY = 4096
 
 

@@ -170,9 +170,9 @@ class EngineBench:
             self.chunk_store.evict(record.key, Tier.HOST)
 
     def change_budgets(self, **nbytes: int) -> dict[str, int]:
-        """Have a request change byte budgets; those that hold afterwards."""
+        """Have a request change byte budgets; those that hold some steps later, time for the worker to take memory."""
         params = {"cacheblend": {"version": 1, "budgets": nbytes}}
-        (output,) = self._serve([((5, 6, 7), params)], {"max_tokens": 3})
+        (output,) = self._serve([((5, 6, 7), params)], {"max_tokens": 64})
         return dict(output.kv_transfer_params["cacheblend"]["budgets"])
 
     def stored_layer(
