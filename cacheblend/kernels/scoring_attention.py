@@ -87,7 +87,8 @@ class ScoringPlan:
         # Vectors are packed across rows: a tile needs no room for a whole group.
         attend = tile_config(dtype, head_dim, 1, device)
         tiles = -(-rows * group // attend.block_m)
-        blocks = -(-context // attend.block_n) + -(-own // attend.block_n)
+        context_blocks = -(-context // attend.block_n)
+        blocks = context_blocks + -(-own // attend.block_n)
         return cls(
             rows=rows,
             own=own,
@@ -98,7 +99,8 @@ class ScoringPlan:
             dtype=dtype,
             attend=attend,
             tally=_tally_config(attend),
-            parts=_parts(tiles * kv_heads, blocks, _processors(device) * attend.resident),
+            # Every tile reaches one block of its own keys at least: no part of any is empty.
+            parts=_parts(tiles * kv_heads, blocks, _processors(device) * attend.resident, context_blocks + 1),
         )
 
     @property
@@ -125,13 +127,13 @@ def _tally_config(attend: TileConfig) -> TileConfig:
     return TileConfig(attend.block_m, attend.block_n, 4, (attend.num_stages + 1) // 2)
 
 
-def _parts(programs: int, blocks: int, resident: int) -> int:
-    """The number of parts with the least time, counted in blocks of keys one after another on one processor."""
+def _parts(programs: int, blocks: int, resident: int, most: int) -> int:
+    """The number of parts, up to `most`, with the least time in blocks of keys one after another on one processor."""
 
     def took(parts: int) -> int:
         return -(-programs * parts // resident) * (-(-blocks // parts) + PART_OVERHEAD_BLOCKS)
 
-    return min(range(1, max(1, min(blocks, MOST_PARTS)) + 1), key=took)
+    return min(range(1, min(most, MOST_PARTS) + 1), key=took)
 
 
 def _processors(device: torch.device) -> int:

@@ -206,9 +206,6 @@ def _attend_kernel(
         HEAD_DIM, BLOCK_D, BLOCK_N,
     )  # fmt: skip
 
-    # A tile may have fewer blocks than there are parts. On a GPU an accumulator that no product entered is not zero.
-    weighted = tl.where(first < last, weighted, 0.0)
-
     place = (part * kv_heads + kv_head).to(tl.int64) * vectors + vector
     tl.store(stats + place, peak, mask=used)
     tl.store(stats + (parts + 1) * (kv_heads * vectors).to(tl.int64) + place, total, mask=used)

@@ -142,6 +142,13 @@ class EngineBench:
             self._oracle = ReferenceRunner.from_folder(self.folder, ChunkStore(None, GIB), self.dtype)
         return self._oracle
 
+    def forget_oracles_chunks(self) -> None:
+        """Let every chunk that the oracle has computed go."""
+        store = self.oracle._store
+        assert store is not None
+        for record in store.records():
+            store.evict(record.key, Tier.HOST)
+
     @property
     def reference_store(self) -> ChunkStore:
         store = self.reference._store
