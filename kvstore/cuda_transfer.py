@@ -22,9 +22,10 @@ from kvstore.transfer_log import TransferLog
 
 logger = logging.getLogger(__name__)
 
-BYTES_AHEAD = 64 << 20
-"""What the copy engine has before it: a little over one millisecond of a 55 GB/s link."""
-SLICE_BYTES = 16 << 20
+BYTES_AHEAD = 128 << 20
+"""What the copy engine has before it: a little over two milliseconds of a 55 GB/s link."""
+SLICE_BYTES = 48 << 20
+"""A slice costs the interpreter tens of microseconds, which decoding has to wait for; so there are few."""
 ADVANCE_S = 1e-3
 """Pause between two looks of the prefetcher's own thread; `BYTES_AHEAD` lasts for it."""
 LOOK_AGAIN_S = 2e-4

@@ -56,7 +56,7 @@ def measure_costs(forward: LayersForward, root: Path | None, most_rows: int) -> 
 def _prefill_seconds(forward: LayersForward, rows: int) -> float:
     """Seconds that consecutive rows take in all layers, attending to a page that holds nothing."""
     blocks = torch.zeros(-(-rows // forward.block_size), dtype=torch.int64)
-    prompt = PromptPages(torch.zeros(rows, dtype=torch.int64), blocks, forward.block_size)
+    prompt = PromptPages((0,) * rows, blocks, forward.block_size)
     part = PromptRows(prompt, torch.arange(rows), torch.zeros(rows, dtype=torch.bool))
 
     def prefill() -> None:

@@ -24,6 +24,8 @@ from engine_configs import TOLERANCE
 
 SECONDS = float(os.environ.get("CACHEBLEND_SOAK_SECONDS", "45"))
 WAVE = 7
+STEPS_TO_SETTLE = 40
+"""Steps of 70 rows that the largest batch of blends can take."""
 GROWTH_ALLOWED = 150 << 20
 """Bytes that the process may grow after its first waves: the reference runner's own caches included."""
 
@@ -106,8 +108,11 @@ class Soak:
         assert error(answer.logprobs, want) <= TOLERANCE, (ask.options, answer.meta)
 
     def settle(self) -> None:
-        """One more step: vLLM frees the pages of a request that was aborted in its blend once the worker has let go."""
-        self.engine.one(prompt(self.engine.ids(5, 1), [], self.engine.ids(4, 2)))
+        """A few more steps: vLLM frees the pages of a request that was aborted once its blend has ended in the worker."""
+        for _ in range(STEPS_TO_SETTLE):
+            if self.held()[3] == 0:
+                return
+            self.engine.one(prompt(self.engine.ids(5, 1), [], self.engine.ids(4, 2)))
 
     def held(self) -> tuple[int, int, int, int]:
         """Pins, tracked requests, collects, and blocks in use."""

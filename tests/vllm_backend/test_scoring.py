@@ -27,7 +27,7 @@ class Prompt:
         g = torch.Generator().manual_seed(seed)
         count = -(-CONTEXT // BLOCK)
         blocks = torch.randperm(count + 3, generator=g)[:count]
-        self.pages = PromptPages(torch.zeros(CONTEXT + QUESTION, dtype=torch.int64), blocks, BLOCK)
+        self.pages = PromptPages((0,) * (CONTEXT + QUESTION), blocks, BLOCK)
         self.kv = torch.randn(LAYERS, 2, count + 3, BLOCK, KV_HEADS, DIM, generator=g)
         positions = torch.tensor([*FRESH, *range(CONTEXT, CONTEXT + QUESTION)])
         self.rows = PromptRows(self.pages, positions, positions < CONTEXT)
