@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from cacheblend.errors import BlendError
@@ -103,7 +104,7 @@ class BlendPlan:
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
         """All token ids of the prompt in order."""
-        return tuple(token for segment in self.segments for token in segment.token_ids)
+        return tuple(chain.from_iterable(segment.token_ids for segment in self.segments))
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -135,7 +136,7 @@ class BlendPlan:
         """Keys of the reused chunks in order, repeated where a chunk is used twice."""
         return tuple(s.identity.key for s in self.segments if s.identity is not None)
 
-    @property
+    @cached_property
     def chunks(self) -> tuple[ChunkIdentity, ...]:
         """The reused chunks, each once, in the order of their first use."""
         found = {s.identity.key: s.identity for s in self.segments if s.identity is not None}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from cacheblend.plan import BlendPlan, Policy
 from cacheblend.sampling_params import SamplingParams
@@ -275,8 +275,7 @@ class SpeculativePredictor(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Eviction:
+class Eviction(NamedTuple):
     """A chunk that must leave a memory tier, and why. What it has in other tiers stays."""
 
     key: ChunkKey

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore.errors import UnavailableReason
 from kvstore.key import ChunkIdentity, ChunkKey
 from kvstore.tiers import Tier
 
 
-@dataclass(frozen=True, slots=True)
-class TransferOrder:
+class TransferOrder(NamedTuple):
     """Bring this chunk to that memory tier, `Tier.HOST` or `Tier.GPU`."""
 
     chunk: ChunkIdentity

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from cacheblend.plan import BlendPlan, Policy
-from cacheblend.scheduling.catalogue import PLACE_OF, Catalogue
+from cacheblend.scheduling.catalogue import FASTEST_OF, Catalogue
 from cacheblend.scheduling.cost_model import CostModel
 from kvstore.tiers import Tier
 
@@ -29,17 +27,20 @@ def effective_plan(
     """
     if policy is Policy.FULL:
         return plan.as_full(), None
-    missing = {key: "missing" for key in plan.keys if key not in catalogue}
+    missing = [key for key in plan.keys if key not in catalogue]
     if missing:
-        plan = plan.with_fresh(missing)
-    if policy is not Policy.AUTO or not plan.reused:
+        plan = plan.with_fresh(dict.fromkeys(missing, "missing"))
+    if policy is not Policy.AUTO or not plan.keys:
         return plan, None
     reason = _why_full(plan, catalogue, costs)
     return (plan, None) if reason is None else (plan.as_full(reason), reason)
 
 
 def _why_full(plan: BlendPlan, catalogue: Catalogue, costs: CostModel | None) -> str | None:
-    length, rows = plan.question.end, _rows_to_compute(plan)
+    assert plan.selector is not None
+    reused = [len(segment.token_ids) for segment in plan.segments if segment.identity is not None]
+    length = sum([len(segment.token_ids) for segment in plan.segments])
+    rows = length - sum(reused) + plan.selector.expected_rows(reused)
     if rows >= AUTO_FULL_SHARE * length:
         return FULL_CHEAPER
     if costs is None:
@@ -48,16 +49,11 @@ def _why_full(plan: BlendPlan, catalogue: Catalogue, costs: CostModel | None) ->
     return LOAD_SLOWER if blended >= costs.prefill_seconds(length, 0) else None
 
 
-def _rows_to_compute(plan: BlendPlan) -> int:
-    assert plan.selector is not None
-    reused = [span.length for span in plan.reused]
-    return plan.question.end - sum(reused) + plan.selector.expected_rows(reused)
-
-
-def _bytes_by_tier(plan: BlendPlan, catalogue: Catalogue) -> Counter[Tier]:
+def _bytes_by_tier(plan: BlendPlan, catalogue: Catalogue) -> dict[Tier, int]:
     """Bytes of each chunk, once, by the fastest tier that has it."""
-    nbytes: Counter[Tier] = Counter()
+    nbytes: dict[Tier, int] = {}
     for key in dict.fromkeys(plan.keys):
         size, _, places = catalogue[key]
-        nbytes[next(tier for tier, place in PLACE_OF.items() if places & place)] += size
+        tier = FASTEST_OF[places]
+        nbytes[tier] = nbytes.get(tier, 0) + size
     return nbytes

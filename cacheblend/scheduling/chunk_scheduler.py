@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from cacheblend.errors import BlendError
 from cacheblend.plan import BlendPlan, Policy
 from cacheblend.protocols import Admission, Advice, Eviction, SchedulerStep
 from cacheblend.scheduling.admission_policy import effective_plan
-from cacheblend.scheduling.catalogue import IN_MEMORY, ON_GPU, ON_HOST, PLACE_OF, Catalogue, Entry, Places
+from cacheblend.scheduling.catalogue import (
+    IN_MEMORY,
+    ON_GPU,
+    ON_HOST,
+    PLACE_OF,
+    UNKNOWN,
+    Catalogue,
+    Entry,
+    Places,
+)
 from cacheblend.scheduling.cost_model import CostModel
 from cacheblend.scheduling.memory_budget import MemoryBudget
 from kvstore.events import Evicted, Published, StoreEvent
@@ -39,8 +48,8 @@ class ChunkScheduler:
     out. Leaving the GPU never takes a chunk's copy in host memory with it, nor does being on the GPU.
 
     A catalogue lives as long as the process, so a full garbage collection has the less to look at the less of it is
-    tracked: entries are tuples of integers, and a process that has taken its catalogue over does well to call
-    `gc.freeze()` once, as vLLM's engine core does when it has started.
+    tracked: entries are tuples of integers, and policies change what they know of a chunk in place. A process that has
+    taken its catalogue over does well to call `gc.freeze()` once, as vLLM's engine core does when it has started.
 
     Args:
         budgets: bytes of KV that each memory tier may hold; one that is not named holds nothing.
@@ -106,11 +115,10 @@ class ChunkScheduler:
         if request_id in self._requests:
             raise BlendError(f"Request '{request_id}' was admitted before; give each request its own id.")
         plan, reason = effective_plan(plan, policy, self._catalogue, self._costs)
-        chunks = plan.chunks
-        self._pin(request_id, tuple(chunk.key for chunk in chunks))
+        cold, warm = self._pin(request_id, plan.chunks)
         evictions: list[Eviction] = []
-        loads = self._bring(chunks, self._host, "admission", evictions)
-        promotions = self._bring(chunks, self._gpu, "admission", evictions) if self._gpu.nbytes else ()
+        loads = self._bring(cold, self._host, evictions)
+        promotions = self._bring(warm, self._gpu, evictions)
         return Admission(plan, loads, tuple(evictions), reason, promotions)
 
     def on_unavailable(self, key: ChunkKey) -> None:
@@ -128,13 +136,18 @@ class ChunkScheduler:
         """See `KVCacheScheduler.release`."""
         keys = self._requests.pop(request_id, ())
         self._pinned -= len(keys)
+        pins, catalogue = self._pins, self._catalogue
         for key in keys:
-            self._pins[key] -= 1
-            if not self._pins[key]:
-                del self._pins[key]
-                entry = self._catalogue[key]
-                self._gpu.release(key, entry)
-                self._host.release(key, entry)
+            count = pins[key]
+            if count > 1:
+                pins[key] = count - 1
+                continue
+            del pins[key]
+            nbytes, _, places = catalogue.get(key, UNKNOWN)
+            if places & ON_GPU:
+                self._gpu.release(key, nbytes)
+            if places & ON_HOST:
+                self._host.release(key, nbytes)
 
     def step(self, advice: Sequence[Advice]) -> SchedulerStep:
         """See `KVCacheScheduler.step`."""
@@ -172,14 +185,14 @@ class ChunkScheduler:
             self._arrive(event.key, entry, self._memory[event.tier])
 
     def _arrive(self, key: ChunkKey, entry: Entry, memory: MemoryBudget) -> None:
-        memory.arrive(key, entry[0], self._cost_of(entry, memory.tier), self._advised.get(key, 0.0))
+        cost_s, confidence = self._cost_of(entry, memory.tier), self._advised.get(key, 0.0)
+        memory.arrive(key, entry[0], cost_s, confidence, key in self._pins)
 
     def _leave(self, key: ChunkKey, tier: Tier) -> None:
-        nbytes, _, places = self._catalogue[key]
-        if places & PLACE_OF[tier]:
-            if tier in self._memory:
-                self._memory[tier].leave(key, nbytes)
-            self._catalogue.drop(key, PLACE_OF[tier])
+        place = PLACE_OF[tier]
+        nbytes, _, places = self._catalogue.drop(key, place)
+        if places & place & IN_MEMORY:
+            self._memory[tier].leave(key, nbytes, key in self._pins)
 
     def _cost_of(self, entry: Entry, tier: Tier) -> float:
         """Seconds to have a chunk again once it has left `tier`: from the next tier, or computed."""
@@ -192,28 +205,35 @@ class ChunkScheduler:
                 return min(computed, self._costs.reload_seconds(colder, nbytes))
         return computed
 
-    def _pin(self, request_id: str, keys: tuple[ChunkKey, ...]) -> None:
-        self._requests[request_id] = keys
-        self._pinned += len(keys)
-        for key in keys:
-            count = self._pins.get(key, 0)
-            self._pins[key] = count + 1
-            entry = self._catalogue[key]
-            if not count:
-                self._gpu.hold(key, entry)
-                self._host.hold(key, entry)
-            if entry[2] & ON_GPU:
-                self._gpu.policy.touch(key)
-            if entry[2] & ON_HOST:
-                self._host.policy.touch(key)
+    def _pin(
+        self, request_id: str, chunks: Sequence[ChunkIdentity]
+    ) -> tuple[list[tuple[ChunkIdentity, int]], list[tuple[ChunkIdentity, int]]]:
+        """Pin and use a request's chunks: those in no memory, and those in host memory alone, with their bytes."""
+        self._requests[request_id] = tuple([chunk.key for chunk in chunks])
+        self._pinned += len(chunks)
+        pins, catalogue = self._pins, self._catalogue
+        cold, warm = [], []
+        for chunk in chunks:
+            key = chunk.key
+            count = pins.get(key, 0)
+            pins[key] = count + 1
+            nbytes, _, places = catalogue[key]
+            if places & ON_GPU:
+                self._gpu.use(key, nbytes, hold=not count)
+            if places & ON_HOST:
+                self._host.use(key, nbytes, hold=not count)
+            if not places & IN_MEMORY:
+                cold.append((chunk, nbytes))
+            elif not places & ON_GPU:
+                warm.append((chunk, nbytes))
+        return cold, warm
 
     def _bring(
-        self, chunks: Iterable[ChunkIdentity], memory: MemoryBudget, reason: str, evictions: list[Eviction]
+        self, chunks: Iterable[tuple[ChunkIdentity, int]], memory: MemoryBudget, evictions: list[Eviction]
     ) -> tuple[TransferOrder, ...]:
         orders = []
-        for chunk in chunks:
-            nbytes, _, places = self._catalogue[chunk.key]
-            if _next_memory(places) & memory.place and self._order(chunk.key, nbytes, memory, reason, evictions):
+        for chunk, nbytes in chunks:
+            if self._order(chunk.key, nbytes, memory, "admission", evictions):
                 orders.append(TransferOrder(chunk, memory.tier))
         return tuple(orders)
 
@@ -224,7 +244,7 @@ class ChunkScheduler:
         memory: MemoryBudget,
         reason: str,
         evictions: list[Eviction],
-        spare: Container[ChunkKey] = (),
+        spare: Collection[ChunkKey] = (),
     ) -> bool:
         """Have the chunk brought, and others leave for it, if it fits beside everything that is held."""
         if memory.is_coming(key):
@@ -247,11 +267,23 @@ class ChunkScheduler:
 
     def _follow_advice(self, advice: Sequence[Advice], evictions: list[Eviction]) -> list[TransferOrder]:
         together = {piece.chunk.key for piece in advice if piece.confidence > 0}
+        advised, catalogue = self._advised, self._catalogue
         orders = []
         for piece in advice:
-            key, confidence = piece.chunk.key, _probability(piece.confidence)
-            nbytes, _, places = self._catalogue[key]
-            self._note_advised(key, confidence, places)
+            key, confidence = piece.chunk.key, piece.confidence
+            if not 0.0 <= confidence <= 1.0:
+                confidence = float(confidence > 1.0)
+            nbytes, _, places = catalogue.get(key, UNKNOWN)
+            # What is said again is the newest again.
+            before = advised.pop(key, 0.0)
+            if confidence:
+                advised[key] = confidence
+            if confidence != before and places & IN_MEMORY:
+                self._expect(key, places, confidence)
+            if len(advised) > ADVISED_KNOWN:
+                self._forget_oldest_advice()
+            if not confidence or not places:
+                continue
             memory = self._advised_memory(places, confidence)
             if memory is None or (confidence < EVICTING_CONFIDENCE and nbytes > memory.free):
                 continue
@@ -261,16 +293,9 @@ class ChunkScheduler:
         self._host.stop_sparing()
         return orders
 
-    def _note_advised(self, key: ChunkKey, confidence: float, places: Places) -> None:
-        """Remember a piece of advice until it is taken back or `ADVISED_KNOWN` others came after it."""
-        before = self._advised.pop(key, 0.0)
-        if confidence:
-            self._advised[key] = confidence
-        if confidence != before:
-            self._expect(key, places, confidence)
-        if len(self._advised) > ADVISED_KNOWN:
-            oldest, _ = self._advised.popitem(last=False)
-            self._expect(oldest, self._catalogue[oldest][2], 0.0)
+    def _forget_oldest_advice(self) -> None:
+        key, _ = self._advised.popitem(last=False)
+        self._expect(key, self._catalogue.get(key, UNKNOWN)[2], 0.0)
 
     def _expect(self, key: ChunkKey, places: Places, confidence: float) -> None:
         if places & ON_HOST:
@@ -279,23 +304,10 @@ class ChunkScheduler:
             self._gpu.policy.expect(key, confidence)
 
     def _advised_memory(self, places: Places, confidence: float) -> MemoryBudget | None:
-        """Where advice of this confidence brings a chunk that is in these places."""
-        place = _next_memory(places) if confidence else 0
-        if place == ON_HOST:
+        """Where advice of this confidence brings a chunk that is somewhere: one memory tier further, if any."""
+        if not places & IN_MEMORY:
             return self._host
-        return self._gpu if place == ON_GPU and confidence >= GPU_CONFIDENCE else None
+        return self._gpu if confidence >= GPU_CONFIDENCE and not places & ON_GPU else None
 
 
 _NOTHING = SchedulerStep()
-
-
-def _next_memory(places: Places) -> Places:
-    """The memory tier that a chunk in these places may come to next: the host, from there the GPU; 0 for none."""
-    if not places & IN_MEMORY:
-        return ON_HOST if places else 0
-    return ON_GPU if not places & ON_GPU else 0
-
-
-def _probability(confidence: float) -> float:
-    """Within 0 to 1; what is no number is 0."""
-    return confidence if 0.0 <= confidence <= 1.0 else float(confidence > 1.0)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection
 
-from cacheblend.scheduling.catalogue import PLACE_OF, Catalogue, Entry
+from cacheblend.scheduling.catalogue import PLACE_OF, Catalogue
 from kvstore.eviction import EvictionPolicy
 from kvstore.key import ChunkKey
 from kvstore.tiers import Tier
@@ -37,7 +37,6 @@ class MemoryBudget:
         self.policy = policy
         self._catalogue = catalogue
         self._coming: dict[ChunkKey, int] = {}
-        self._held: set[ChunkKey] = set()
         self._spared: list[ChunkKey] = []
 
     @property
@@ -63,7 +62,7 @@ class MemoryBudget:
         """The chunk does not come; its room is free again."""
         self.used -= self._coming.pop(key, 0)
 
-    def arrive(self, key: ChunkKey, nbytes: int, cost_s: float, confidence: float) -> None:
+    def arrive(self, key: ChunkKey, nbytes: int, cost_s: float, confidence: float, held: bool) -> None:
         """The chunk is here now.
 
         Args:
@@ -71,37 +70,44 @@ class MemoryBudget:
             nbytes: what it takes.
             cost_s: seconds to have it again.
             confidence: that it will be wanted soon, 0 without advice.
+            held: whether it must not leave until released.
         """
-        self.call_off(key)
-        self.used += nbytes
-        if key not in self._held:
+        self.used += nbytes - self._coming.pop(key, 0)
+        if held:
+            self.policy.hold(key)
+        else:
             self.evictable += nbytes
         self.policy.add(key, nbytes, cost_s)
         if confidence:
             self.policy.expect(key, confidence)
 
-    def leave(self, key: ChunkKey, nbytes: int) -> None:
-        """The chunk, which was here, is here no more."""
+    def leave(self, key: ChunkKey, nbytes: int, held: bool) -> None:
+        """The chunk, which was here with these bytes, held or not, is here no more."""
         self.used -= nbytes
-        if key not in self._held:
-            self.evictable -= nbytes
         self.policy.remove(key)
+        if held:
+            self.policy.release(key)
+        else:
+            self.evictable -= nbytes
 
-    def hold(self, key: ChunkKey, entry: Entry) -> None:
-        """The chunk, which was not held and has this entry, must not leave until released, here or not yet here."""
-        self._held.add(key)
-        if entry[2] & self.place:
-            self.evictable -= entry[0]
+    def hold(self, key: ChunkKey, nbytes: int) -> None:
+        """The chunk, which is here with these bytes and not held, must not leave until released."""
+        self.evictable -= nbytes
         self.policy.hold(key)
 
-    def release(self, key: ChunkKey, entry: Entry) -> None:
-        """The chunk, which was held and has this entry, may leave again."""
-        self._held.remove(key)
-        if entry[2] & self.place:
-            self.evictable += entry[0]
+    def use(self, key: ChunkKey, nbytes: int, hold: bool) -> None:
+        """The chunk, which is here with these bytes, is used, and held if it is to be and was not."""
+        if hold:
+            self.evictable -= nbytes
+            self.policy.hold(key)
+        self.policy.touch(key)
+
+    def release(self, key: ChunkKey, nbytes: int) -> None:
+        """The chunk, which is here with these bytes and held, may leave again."""
+        self.evictable += nbytes
         self.policy.release(key)
 
-    def make_room(self, nbytes: int, spare: Container[ChunkKey] = ()) -> list[ChunkKey] | None:
+    def make_room(self, nbytes: int, spare: Collection[ChunkKey] = ()) -> list[ChunkKey] | None:
         """The chunks that must leave so that `nbytes` more fit; None if they cannot be made to.
 
         Chunks of `spare` that would have been among them are held from here on, until `stop_sparing`.
@@ -111,11 +117,11 @@ class MemoryBudget:
         shortage = self.used + nbytes - self.nbytes
         while 0 < shortage <= self.evictable:
             victims = self.policy.victims(shortage)
-            spared = [key for key in victims if key in spare]
+            spared = [key for key in victims if key in spare] if spare else ()
             if not spared:
                 return victims
             for key in spared:
-                self.hold(key, self._catalogue[key])
+                self.hold(key, self._catalogue[key][0])
             self._spared.extend(spared)
         return [] if shortage <= 0 else None
 
@@ -123,7 +129,7 @@ class MemoryBudget:
         """What `make_room` has spared may leave again."""
         while self._spared:
             key = self._spared.pop()
-            self.release(key, self._catalogue[key])
+            self.release(key, self._catalogue[key][0])
 
     def excess_victims(self) -> list[ChunkKey]:
         """What must leave to come back into the budget, as far as nobody holds it."""

@@ -6,11 +6,11 @@ Laboratories, 1998), with the seconds to have a chunk again as its cost.
 
 from __future__ import annotations
 
-from itertools import count
+from dataclasses import dataclass
 
 from kvstore.eviction.checks import check_chunk, check_confidence
 from kvstore.eviction.holds import Holds
-from kvstore.eviction.ranking import Ranking
+from kvstore.eviction.ranking import Ranked, Ranking
 from kvstore.key import ChunkKey
 
 # Chunks that cost nothing to have again are still told apart by frequency and size.
@@ -20,11 +20,21 @@ _LEAST_COST_S = 1e-9
 _MOST_USES = 2
 
 
-# A chunk in the tier: bytes, seconds to have it again, uses as far as they count, the policy's age when it was last
-# used, confidence that it will be soon, its priority, and when that was set, which decides among equals. A bare tuple
-# of numbers, because the garbage collector stops looking at those.
-_Entry = tuple[int, float, int, float, float, float, int]
-_NEW: _Entry = (0, 0.0, 0, 0.0, 0.0, 0.0, 0)
+@dataclass(slots=True, eq=False)
+class _Chunk(Ranked):
+    """A chunk in the tier. Its rank is its priority, its turn when that was set.
+
+    Attributes:
+        worth: seconds to have it again for each of its bytes.
+        uses: as far as they count.
+        age: the policy's when the chunk was last used.
+        confidence: that it will be used soon.
+    """
+
+    worth: float = 0.0
+    uses: int = 0
+    age: float = 0.0
+    confidence: float = 0.0
 
 
 class GdsfPolicy:
@@ -38,53 +48,61 @@ class GdsfPolicy:
 
     def __init__(self) -> None:
         self._age = 0.0
-        self._entries: dict[ChunkKey, _Entry] = {}
+        self._chunks: dict[ChunkKey, _Chunk] = {}
         self._holds = Holds()
-        self._changes = count()
+        self._changes = 0
         # Named victims to which nothing happened since.
         self._proposed: set[ChunkKey] = set()
-        self._ranking = Ranking()
+        self._ranking = Ranking(self._chunks)
 
     def add(self, key: ChunkKey, nbytes: int, cost_s: float = 0.0) -> None:
         """See `EvictionPolicy.add`."""
         check_chunk(key, nbytes, cost_s)
-        _, _, uses, _, confidence, _, _ = self._entries.get(key, _NEW)
-        self._set(key, nbytes, cost_s, min(uses + 1, _MOST_USES), self._age, confidence)
+        chunk = self._chunks.get(key)
+        if chunk is None:
+            chunk = self._chunks[key] = _Chunk(key, nbytes)
+        elif chunk.nbytes != nbytes:
+            self._ranking.set_aside(chunk)
+            chunk.nbytes = nbytes
+        chunk.worth = max(cost_s, _LEAST_COST_S) / nbytes
+        self._use(chunk)
 
     def touch(self, key: ChunkKey) -> None:
         """See `EvictionPolicy.touch`."""
-        entry = self._entries.get(key)
-        if entry is not None:
-            nbytes, cost_s, uses, _, confidence, _, _ = entry
-            self._set(key, nbytes, cost_s, min(uses + 1, _MOST_USES), self._age, confidence)
+        chunk = self._chunks.get(key)
+        if chunk is not None:
+            self._use(chunk)
 
     def expect(self, key: ChunkKey, confidence: float) -> None:
         """See `EvictionPolicy.expect`; what was said holds over uses, until other advice."""
         check_confidence(key, confidence)
-        entry = self._entries.get(key)
-        if entry is not None:
-            nbytes, cost_s, uses, age, _, _, _ = entry
-            self._set(key, nbytes, cost_s, uses, age, confidence)
+        chunk = self._chunks.get(key)
+        if chunk is not None:
+            chunk.confidence = confidence
+            self._rank(chunk)
 
     def remove(self, key: ChunkKey) -> None:
         """See `EvictionPolicy.remove`; only a proposed victim that leaves makes the others age."""
-        entry = self._entries.pop(key, None)
-        if key in self._proposed and entry is not None:
+        chunk = self._chunks.pop(key, None)
+        if chunk is None:
+            return
+        if key in self._proposed:
             self._proposed.discard(key)
-            self._age = max(self._age, entry[5])
-        self._ranking.discard(key)
+            self._age = max(self._age, chunk.rank)
+        self._ranking.remove(chunk)
 
     def hold(self, key: ChunkKey) -> None:
         """See `EvictionPolicy.hold`."""
         self._holds.hold(key)
-        self._ranking.discard(key)
+        chunk = self._chunks.get(key)
+        if chunk is not None:
+            self._ranking.set_aside(chunk)
 
     def release(self, key: ChunkKey) -> None:
         """See `EvictionPolicy.release`."""
-        entry = self._entries.get(key)
-        if self._holds.release(key) and entry is not None:
-            nbytes, _, _, _, _, priority, turn = entry
-            self._ranking.set(key, nbytes, priority, turn)
+        chunk = self._chunks.get(key)
+        if self._holds.release(key) and chunk is not None:
+            self._ranking.set(chunk, chunk.rank, chunk.turn)
 
     def victims(self, nbytes: int) -> list[ChunkKey]:
         """See `EvictionPolicy.victims`."""
@@ -94,12 +112,22 @@ class GdsfPolicy:
         self._proposed.update(chosen)
         return chosen
 
-    def _set(self, key: ChunkKey, nbytes: int, cost_s: float, uses: int, age: float, confidence: float) -> None:
-        worth = max(cost_s, _LEAST_COST_S) / nbytes
-        unused = age + uses * worth
-        used = self._age + min(uses + 1, _MOST_USES) * worth
-        priority, turn = unused + confidence * (used - unused), next(self._changes)
-        self._entries[key] = nbytes, cost_s, uses, age, confidence, priority, turn
+    def _use(self, chunk: _Chunk) -> None:
+        if chunk.uses < _MOST_USES:
+            chunk.uses += 1
+        chunk.age = self._age
+        self._rank(chunk)
+
+    def _rank(self, chunk: _Chunk) -> None:
+        """Give a chunk the priority that follows from what is known of it."""
+        key, priority = chunk.key, chunk.age + chunk.uses * chunk.worth
+        if chunk.confidence:
+            uses = chunk.uses + 1 if chunk.uses < _MOST_USES else _MOST_USES
+            used = self._age + uses * chunk.worth
+            priority += chunk.confidence * (used - priority)
+        self._changes = turn = self._changes + 1
         self._proposed.discard(key)
-        if key not in self._holds:
-            self._ranking.set(key, nbytes, priority, turn)
+        if key in self._holds:
+            chunk.rank, chunk.turn = priority, turn
+        else:
+            self._ranking.set(chunk, priority, turn)

@@ -6,18 +6,15 @@ from kvstore.errors import StoreError
 from kvstore.key import ChunkKey
 
 
-class Holds:
-    """Counts holds on chunks, whether or not the chunks are in the tier."""
+class Holds(dict[ChunkKey, int]):
+    """Counts holds on chunks, whether or not the chunks are in the tier; what is not held is not in it.
 
-    def __init__(self) -> None:
-        self._counts: dict[ChunkKey, int] = {}
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._counts
+    A dict itself, because each change of a rank asks whether the chunk is held.
+    """
 
     def hold(self, key: ChunkKey) -> None:
         """Count one more hold."""
-        self._counts[key] = self._counts.get(key, 0) + 1
+        self[key] = self.get(key, 0) + 1
 
     def release(self, key: ChunkKey) -> bool:
         """Count one hold less, and return whether it was the last.
@@ -25,9 +22,9 @@ class Holds:
         Raises:
             StoreError: the chunk is not held.
         """
-        left = self._counts.pop(key, 0) - 1
+        left = self.pop(key, 0) - 1
         if left < 0:
             raise StoreError(f"the chunk {key[:12]} is released but not held; release each hold once.")
         if left:
-            self._counts[key] = left
+            self[key] = left
         return not left

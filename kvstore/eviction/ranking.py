@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 
 from kvstore.key import ChunkKey
 
 # Rank, what decides among equals, chunk: flat, because the comparisons of a large heap wait for the memory.
+# The garbage collector stops looking at a tuple of these, but would go on looking at one with the chunk's object.
 _Entry = tuple[float, int, ChunkKey]
 
 # Below this many entries, outdated ones are not worth the thought.
 _SMALL = 64
 # Entries swept by a change: a sweep ends before a quarter as many changes as there were entries.
 _SWEPT = 4
+
+
+@dataclass(slots=True, eq=False)
+class Ranked:
+    """A chunk as one `Ranking` at a time sees it; policies keep what they know of a chunk in a subclass.
+
+    It is changed in place: a look for one of many chunks waits for the memory, so all of it is in one place, and a
+    change leaves nothing new for the garbage collector to look at.
+
+    Attributes:
+        key: the chunk.
+        nbytes: its bytes, which do not change while it is ranked.
+        rank: lowest first.
+        turn: decides among equal ranks, lowest first.
+        ranked: whether it is in the ranking now.
+        entry: its entry in a heap, which is never above rank and turn; the ranking's own.
+    """
+
+    key: ChunkKey
+    nbytes: int
+    rank: float = 0.0
+    turn: int = 0
+    ranked: bool = False
+    entry: _Entry | None = None
 
 
 class Ranking:
@@ -23,53 +50,57 @@ class Ranking:
     When more than half of the entries are outdated, each change from then on sweeps a few: they are taken from the end
     of the heap, of which the rest is a heap still, and those that count are entered in a second heap.
 
-    `set` and `discard` cost O(log n) each, never more. `first` and `lowest` cost that for each chunk they return and
-    for each change before them, once, of a chunk that comes up: O(log n) a call, amortised.
+    `set`, `set_aside` and `remove` cost O(log n) each, never more. `first` and `lowest` cost that for each chunk they
+    return and for each change before them, once, of a chunk that comes up: O(log n) a call, amortised.
+
+    Args:
+        chunks: all chunks that are in the ranking or set aside, by key; the policy keeps it up to date.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chunks: Mapping[ChunkKey, Ranked]) -> None:
+        self._chunks = chunks
         self._heap: list[_Entry] = []
         self._swept: list[_Entry] = []
-        # The entry that a chunk ought to have, its bytes, and the one that it has, which is never above. One dict,
-        # because each look for one of many chunks waits for the memory.
-        self._current: dict[ChunkKey, tuple[_Entry, int, _Entry]] = {}
-        # The entry of a chunk that was taken out, in case it is set again before that comes up.
-        self._left: dict[ChunkKey, _Entry] = {}
+        self._count = 0
         self.nbytes = 0
         """Bytes of all chunks in the ranking."""
 
-    def set(self, key: ChunkKey, nbytes: int, rank: float, turn: int = 0) -> None:
+    def set(self, chunk: Ranked, rank: float, turn: int) -> None:
         """Enter a chunk, or move it to another rank; no two have the same rank and turn."""
-        due = (rank, turn, key)
-        current = self._current.get(key)
-        if current is None:
-            entry = self._left.pop(key, None)
-            self.nbytes += nbytes
-        else:
-            entry = current[2]
-            self.nbytes += nbytes - current[1]
-        if entry is not None and entry <= due:
-            self._current[key] = due, nbytes, entry
-        else:
-            self._current[key] = due, nbytes, due
-            heappush(self._heap, due)
+        if not chunk.ranked:
+            chunk.ranked = True
+            self._count += 1
+            self.nbytes += chunk.nbytes
+        chunk.rank, chunk.turn = rank, turn
+        entry = chunk.entry
+        if entry is None or entry[0] > rank or (entry[0] == rank and entry[1] > turn):
+            chunk.entry = entry = (rank, turn, chunk.key)
+            heappush(self._heap, entry)
             self._tidy()
 
-    def discard(self, key: ChunkKey) -> None:
-        """Take a chunk out; nothing happens if it is not there."""
-        current = self._current.pop(key, None)
-        if current is not None:
-            self.nbytes -= current[1]
-            self._left[key] = current[2]
+    def set_aside(self, chunk: Ranked) -> None:
+        """Take a chunk out that may come back into this ranking; nothing happens if it is not there."""
+        if chunk.ranked:
+            chunk.ranked = False
+            self._count -= 1
+            self.nbytes -= chunk.nbytes
             self._tidy()
 
-    def first(self) -> ChunkKey:
+    def remove(self, chunk: Ranked) -> None:
+        """Take a chunk out that is in this ranking or was set aside: it may come into another one."""
+        if self._heap and self._heap[0] is chunk.entry:
+            # A victim, as a rule: nobody will have to find out that its entry is outdated.
+            heappop(self._heap)
+        chunk.entry = None
+        self.set_aside(chunk)
+
+    def first(self) -> Ranked:
         """The chunk of the lowest rank.
 
         Raises:
             IndexError: the ranking is empty.
         """
-        return self._lowest_heap()[0][2]
+        return self._chunks[self._lowest_heap()[0][2]]
 
     def lowest(self, nbytes: int) -> list[ChunkKey]:
         """The first chunks that have at least `nbytes` together, all if they have not; they stay in the ranking."""
@@ -82,7 +113,7 @@ class Ranking:
                 break
             key = heap[0][2]
             found.append(key)
-            missing -= self._current[key][1]
+            missing -= self._chunks[key].nbytes
             if missing > 0:
                 aside.append(heappop(heap))
         for entry in aside:
@@ -102,35 +133,36 @@ class Ranking:
     def _bring_up(self, heap: list[_Entry]) -> None:
         """Make the first entry of a heap the one of the lowest rank in it."""
         while heap:
-            entry = heap[0]
-            if not self._counts(entry):
+            rank, turn, key = entry = heap[0]
+            chunk = self._chunk_of(key, entry)
+            if chunk is None:
                 heappop(heap)
-                continue
-            due, nbytes, _ = self._current[entry[2]]
-            if due == entry:
+            elif chunk.turn == turn and chunk.rank == rank:
                 return
-            self._current[entry[2]] = due, nbytes, due
-            heapreplace(heap, due)
+            else:
+                chunk.entry = (chunk.rank, chunk.turn, key)
+                heapreplace(heap, chunk.entry)
 
-    def _counts(self, entry: _Entry) -> bool:
-        """Whether this is the entry of a chunk that is in the ranking; one of a chunk that left is forgotten."""
-        key = entry[2]
-        current = self._current.get(key)
-        if current is not None:
-            return current[2] is entry
-        if self._left.get(key) is entry:
-            del self._left[key]
-        return False
+    def _chunk_of(self, key: ChunkKey, entry: _Entry) -> Ranked | None:
+        """The chunk in the ranking whose entry this is, None for an outdated one; a chunk set aside forgets it."""
+        chunk = self._chunks.get(key)
+        if chunk is None or chunk.entry is not entry:
+            return None
+        if chunk.ranked:
+            return chunk
+        chunk.entry = None
+        return None
 
     def _tidy(self) -> None:
         """Sweep a few entries while a sweep is on, and begin one when too many are outdated."""
         if not self._swept:
-            if len(self._heap) <= 2 * len(self._current) + _SMALL:
+            if len(self._heap) <= 2 * self._count + _SMALL:
                 return
-            self._heap, self._swept = [], self._heap
+            # The emptied list is used again: a new one would be young, and walked by the garbage collector as it grows.
+            self._heap, self._swept = self._swept, self._heap
         for _ in range(min(_SWEPT, len(self._swept))):
             entry = self._swept.pop()
-            if self._counts(entry):
-                due, nbytes, _ = self._current[entry[2]]
-                self._current[entry[2]] = due, nbytes, due
-                heappush(self._heap, due)
+            chunk = self._chunk_of(entry[2], entry)
+            if chunk is not None:
+                chunk.entry = (chunk.rank, chunk.turn, chunk.key)
+                heappush(self._heap, chunk.entry)

@@ -12,7 +12,7 @@ from itertools import count
 
 from kvstore.eviction.checks import check_chunk, check_confidence
 from kvstore.eviction.holds import Holds
-from kvstore.eviction.ranking import Ranking
+from kvstore.eviction.ranking import Ranked, Ranking
 from kvstore.key import ChunkKey
 
 SMALL_SHARE = 0.1
@@ -29,22 +29,18 @@ class _Queue(Enum):
     DOOMED = auto()
 
 
-@dataclass(slots=True)
-class _Entry:
-    """A chunk in the tier.
+@dataclass(slots=True, eq=False)
+class _Entry(Ranked):
+    """A chunk in the tier. Its turn is its place in the queue, ascending from the one that is looked at next.
 
     Attributes:
-        nbytes: what it takes.
         queue: where it waits, or would if it were not held.
-        turn: its place in the queue, ascending from the one that is looked at next.
         uses: since it came or was last spared, at most 3.
         expected: advice spares it once.
         ghost: it is doomed and came from the small queue, so it is remembered when it leaves.
     """
 
-    nbytes: int
-    queue: _Queue
-    turn: int
+    queue: _Queue = _Queue.SMALL
     uses: int = 0
     expected: bool = False
     ghost: bool = False
@@ -64,7 +60,7 @@ class S3FifoPolicy:
         self._turns = count()
         self._entries: dict[ChunkKey, _Entry] = {}
         self._holds = Holds()
-        self._queues: dict[_Queue, Ranking] = {queue: Ranking() for queue in _Queue}
+        self._queues: dict[_Queue, Ranking] = {queue: Ranking(self._entries) for queue in _Queue}
         self._ghosts: OrderedDict[ChunkKey, int] = OrderedDict()
         self._ghost_bytes = 0
         self._nbytes = 0
@@ -77,9 +73,9 @@ class S3FifoPolicy:
             self.touch(key)
             return
         queue = _Queue.MAIN if self._forget_ghost(key) else _Queue.SMALL
-        self._entries[key] = _Entry(nbytes, queue, next(self._turns))
+        entry = self._entries[key] = _Entry(key, nbytes, turn=next(self._turns), queue=queue)
         self._nbytes += nbytes
-        self._enqueue(key)
+        self._enqueue(entry)
 
     def touch(self, key: ChunkKey) -> None:
         """See `EvictionPolicy.touch`."""
@@ -87,7 +83,7 @@ class S3FifoPolicy:
         if entry is None:
             return
         if entry.queue is _Queue.DOOMED:
-            self._move(key, _Queue.MAIN)
+            self._move(entry, _Queue.MAIN)
         else:
             entry.uses = min(entry.uses + 1, _MOST_USES)
 
@@ -100,14 +96,14 @@ class S3FifoPolicy:
         entry.expected = confidence >= _PROBABLE
         if entry.expected and entry.queue is _Queue.DOOMED:
             entry.expected = False
-            self._move(key, _Queue.MAIN)
+            self._move(entry, _Queue.MAIN)
 
     def remove(self, key: ChunkKey) -> None:
         """See `EvictionPolicy.remove`; only a victim that leaves becomes a ghost."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return
-        self._queues[entry.queue].discard(key)
+        self._queues[entry.queue].remove(entry)
         self._nbytes -= entry.nbytes
         if entry.ghost:
             self._remember_ghost(key, entry.nbytes)
@@ -115,13 +111,14 @@ class S3FifoPolicy:
     def hold(self, key: ChunkKey) -> None:
         """See `EvictionPolicy.hold`."""
         self._holds.hold(key)
-        if key in self._entries:
-            self._queues[self._entries[key].queue].discard(key)
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._queues[entry.queue].set_aside(entry)
 
     def release(self, key: ChunkKey) -> None:
         """See `EvictionPolicy.release`."""
         if self._holds.release(key) and key in self._entries:
-            self._enqueue(key)
+            self._enqueue(self._entries[key])
 
     def victims(self, nbytes: int) -> list[ChunkKey]:
         """See `EvictionPolicy.victims`."""
@@ -135,40 +132,38 @@ class S3FifoPolicy:
         """Look at the next chunk, and spare or doom it."""
         small, main = self._queues[_Queue.SMALL], self._queues[_Queue.MAIN]
         from_small = small.nbytes > SMALL_SHARE * self._nbytes or not main.nbytes
-        key = (small if from_small else main).first()
-        entry = self._entries[key]
+        entry = self._entries[(small if from_small else main).first().key]
         if entry.expected:
             entry.expected = False
-            self._move(key, entry.queue)
+            self._move(entry, entry.queue)
         elif from_small and entry.uses >= _USES_FOR_MAIN:
             entry.uses = 0
-            self._move(key, _Queue.MAIN)
+            self._move(entry, _Queue.MAIN)
         elif not from_small and entry.uses:
             entry.uses -= 1
-            self._move(key, _Queue.MAIN)
+            self._move(entry, _Queue.MAIN)
         else:
-            self._move(key, _Queue.DOOMED)
+            self._move(entry, _Queue.DOOMED)
             entry.ghost = from_small
 
-    def _move(self, key: ChunkKey, queue: _Queue) -> None:
+    def _move(self, entry: _Entry, queue: _Queue) -> None:
         """Put a chunk at the end of a queue."""
-        entry = self._entries[key]
-        self._queues[entry.queue].discard(key)
+        self._queues[entry.queue].remove(entry)
         entry.queue, entry.turn, entry.ghost = queue, next(self._turns), False
         if queue is _Queue.DOOMED:
             entry.uses = 0
-        self._enqueue(key)
+        self._enqueue(entry)
 
-    def _enqueue(self, key: ChunkKey) -> None:
-        if key not in self._holds:
-            entry = self._entries[key]
-            self._queues[entry.queue].set(key, entry.nbytes, entry.turn)
+    def _enqueue(self, entry: _Entry) -> None:
+        if entry.key not in self._holds:
+            self._queues[entry.queue].set(entry, entry.turn, entry.turn)
 
     def _resize(self, key: ChunkKey, nbytes: int) -> None:
         entry = self._entries[key]
         self._nbytes += nbytes - entry.nbytes
+        self._queues[entry.queue].set_aside(entry)
         entry.nbytes = nbytes
-        self._enqueue(key)
+        self._enqueue(entry)
 
     def _remember_ghost(self, key: ChunkKey, nbytes: int) -> None:
         """Remember a victim, and forget the oldest beyond the bytes that are in the tier."""

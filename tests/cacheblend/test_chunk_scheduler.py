@@ -110,6 +110,25 @@ def test_a_pinned_chunk_never_leaves_and_what_does_not_fit_beside_it_is_not_load
     assert keys_of(scheduler.admit("3", plan_of([C]), Policy.BLEND).evictions) == [A.key]
 
 
+def test_a_pinned_chunk_that_was_lost_and_came_back_stays_until_released_and_may_leave_then():
+    scheduler = scheduler_of(SIZE, [*on_host(A), *on_disk(B)])
+    scheduler.admit("1", plan_of([A]), Policy.BLEND)
+    scheduler.on_event(evicted(A))
+    scheduler.on_event(published(A))
+    assert scheduler.admit("2", plan_of([B]), Policy.BLEND).loads == ()
+    scheduler.release("1")
+    assert keys_of(scheduler.admit("3", plan_of([B]), Policy.BLEND).evictions) == [A.key]
+
+
+def test_a_chunk_that_is_released_while_it_is_away_may_leave_when_it_is_back():
+    scheduler = scheduler_of(SIZE, [*on_host(A), *on_disk(B)])
+    scheduler.admit("1", plan_of([A]), Policy.BLEND)
+    scheduler.on_event(evicted(A))
+    scheduler.release("1")
+    scheduler.on_event(published(A))
+    assert keys_of(scheduler.admit("2", plan_of([B]), Policy.BLEND).evictions) == [A.key]
+
+
 def test_an_eviction_is_decided_once_and_counts_from_then_on():
     """What was ordered to leave takes no room and is named by no second decision, whatever the store has done yet."""
     scheduler = scheduler_of(2 * SIZE, [*on_host(A, B), *on_disk(C, D)])

@@ -159,7 +159,7 @@ class Model:
             assert sum(NBYTES[key] for key in self.there[tier]) == self.scheduler.used_bytes(tier) <= self.budgets[tier]
             memory = self.scheduler._memory[tier]
             assert memory.evictable == memory.used
-            assert not memory._held
+            assert not memory.policy._holds
             assert not memory._coming
 
     def check(self):

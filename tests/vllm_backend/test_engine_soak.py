@@ -108,7 +108,7 @@ class Soak:
         assert error(answer.logprobs, want) <= TOLERANCE, (ask.options, answer.meta)
 
     def settle(self) -> None:
-        """A few more steps: vLLM frees the pages of a request that was aborted once its blend has ended in the worker."""
+        """A few more steps: vLLM frees the pages of an aborted request once its blend has ended in the worker."""
         for _ in range(STEPS_TO_SETTLE):
             if self.held()[3] == 0:
                 return
