@@ -62,7 +62,7 @@ class Availability:
             if shard == self._shard and (
                 complete_on_disk or self._vouches_alone or shard.size == 1 or not self._has_disk
             ):
-                tiers.update(self._in_memory(key))
+                tiers = self._in_memory(key)
             if complete_on_disk:
                 tiers[Tier.DISK] = entry.on_disk[shard]
             if shard in entry.on_remote:
@@ -113,6 +113,12 @@ class Availability:
                     self._index.drop(key)
         self._events.deliver()
 
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Nothing changes meanwhile, nor is anything changed: cheaper than `change`."""
+        with self._lock:
+            yield
+
     def enter(self, identity: ChunkIdentity) -> None:
         """Inside `change`: the chunk is in a memory tier."""
         self._index.entry_for(identity)
@@ -152,8 +158,12 @@ class Availability:
             return self._reasons_gone.get(key, UnavailableReason.MISSING)
 
     def _in_memory(self, key: ChunkKey) -> dict[Tier, int]:
-        held = {tier: memory.nbytes_of(key) for tier, memory in self._memory.items()}
-        return {tier: nbytes for tier, nbytes in held.items() if nbytes is not None}
+        held: dict[Tier, int] = {}
+        for tier, memory in self._memory.items():
+            nbytes = memory.nbytes_of(key)
+            if nbytes is not None:
+                held[tier] = nbytes
+        return held
 
     def _why_none(
         self, candidates: Sequence[ChunkIdentity], fingerprint: str, token_ids: Sequence[int]

@@ -21,6 +21,7 @@ class ChunkKV:
         kv: [layers, 2, tokens, kv_heads, head_dim], contiguous, fp32, bf16 or fp16. Index 0 of the second
             dimension is K, rotated at positions base_position, base_position + 1, ...; index 1 is V.
         shard: which rank's heads `kv` holds.
+        nbytes: of the tensor.
 
     Raises:
         StoreError: the tensor is not of that shape, dtype or layout.
@@ -29,6 +30,7 @@ class ChunkKV:
     identity: ChunkIdentity
     kv: torch.Tensor
     shard: ShardLayout = field(default_factory=ShardLayout)
+    nbytes: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         shape = tuple(self.kv.shape)
@@ -42,11 +44,8 @@ class ChunkKV:
             raise StoreError(f"Chunk KV is {self.kv.dtype}; store float32, bfloat16 or float16.")
         if not self.kv.is_contiguous():
             raise StoreError("Chunk KV must be contiguous; call .contiguous() on it first.")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return self.kv.numel() * self.kv.element_size()
+        # Once: bookkeeping asks for it many times a transfer.
+        object.__setattr__(self, "nbytes", self.kv.numel() * self.kv.element_size())
 
     def k(self, layer: int) -> torch.Tensor:
         """Rotated keys of one layer, [tokens, kv_heads, head_dim], a view."""

@@ -103,6 +103,9 @@ class HotTiers:
 
     def unpin(self, key: ChunkKey, pins: PinCounts, after: Event | None) -> bool:
         """Give a pin back, and let the evictions happen that waited for it: whether it was the last."""
+        with self._availability.undisturbed():
+            if not any(memory.is_leaving(key) for memory in self._memory.values()):
+                return pins.unpin(key)
         with self._availability.change(key):
             last = pins.unpin(key)
             for memory in self._memory.values():

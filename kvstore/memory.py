@@ -205,6 +205,10 @@ class MemoryTier:
                 return 0
             return self._remove(key, after)
 
+    def is_leaving(self, key: ChunkKey) -> bool:
+        """Whether the chunk's eviction waits for a pin."""
+        return key in self._deferred
+
     def evict_deferred(self, key: ChunkKey, after: Event | None = None) -> int:
         """A pin was given back: let an eviction happen that waited for it, if no other is left: bytes that left.
 

@@ -219,7 +219,7 @@ class ChunkStore:
         pinned = tuple(dict.fromkeys(keys))
         for key in pinned:
             # Not in the middle of an eviction: then the chunk is either gone or stays.
-            with self._availability.change(key):
+            with self._availability.undisturbed():
                 self._pins.pin(key)
         return PinHandle(pinned, self._unpin)
 
