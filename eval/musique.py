@@ -1,34 +1,36 @@
 """Answers the questions of a MuSiQue- or CacheBlend-shaped file with any arms, and reports how faithful they are.
 
 python -m eval.musique --questions 5 --arms full,full-again,reuse,query:0.15
+
+On vLLM in shards, each of which the same command with the next number goes on from:
+
+python -m eval.musique --engine vllm --dtype bfloat16 --minutes 8 --shard 1/2
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from eval.errors import EvalError
 from eval.failures import one_sentence_for_bad_input
-from eval.fidelity.arms import Row, parse_arms, parse_tiers, report_rows
-from eval.fidelity.bench import FidelityBench, LaidOutQuestion
-from eval.fidelity.outputs import write_report
-from eval.fidelity.records import ResultLog
-from eval.fidelity.run import RunProgress, run_questions
-from eval.fidelity.settings import open_results
-from eval.fidelity.summary import summarise
-from eval.provenance import REPOSITORY, ModelIdentity, describe_code, describe_file, provenance
-from inputs import INVENTED_PATH, Example, load_examples
+from eval.fidelity.arms import parse_arms, parse_tiers, report_rows, require_runnable
+from eval.fidelity.bench import FidelityBench
+from eval.fidelity.comparisons import require_among
+from eval.fidelity.evaluation import evaluate
+from eval.fidelity.reference_bench import ReferenceBench
+from eval.fidelity.shards import Clock, parse_shard
+from eval.fidelity.vllm_bench import VllmBench
+from inputs import INVENTED_PATH, load_examples
 from pipelines.cli.failures import INTERRUPTED
 from pipelines.config import PipelineConfig, PrefixMode, make_config
 from pipelines.models import DEFAULT_MODEL
+from pipelines.runners import VLLM
 
 DEFAULT_ARMS = "full,full-again,reuse,chunk_head:16,deviation:0.15,query:0.15,chunk_head+query:0.15"
 RESULTS = Path("results")
@@ -52,17 +54,37 @@ def musique(
     ] = None,
     questions: Annotated[int | None, typer.Option(min=1, help="Take so many from the top; all by default.")] = None,
     arms: Annotated[
-        str, typer.Option(help="full, full-again, reuse, or SELECTOR:PARAMETER as chunk_head:16 or query:0.15.")
+        str,
+        typer.Option(
+            help="full, full-again, prefix-cached, reuse, or SELECTOR:PARAMETER as chunk_head:16 or query:0.15."
+        ),
     ] = DEFAULT_ARMS,
     tiers: Annotated[str, typer.Option(help="Where chunks are when asked for: warm, cold or warm,cold.")] = "warm",
     model: Annotated[str, typer.Option(help="A model folder, a hub id or bundled:NAME.")] = DEFAULT_MODEL,
     engine: Annotated[
-        str, typer.Option(envvar="ENGINE", help="reference, or auto, which is the same so far.")
+        str, typer.Option(envvar="ENGINE", help="reference, vllm, or auto, which is reference.")
     ] = "auto",
+    engine_options: Annotated[
+        str | None, typer.Option(help="Arguments of vLLM's engine, as a JSON object.", show_default="none")
+    ] = None,
+    in_flight: Annotated[
+        int, typer.Option(min=1, help="Answers that vLLM generates together; 1 for times to first token.")
+    ] = 8,
+    shard: Annotated[str, typer.Option(help="I/N: every N-th question from the I-th on, into the same --out.")] = "1/1",
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0, help="End after the question that is asked when they are up; the same command goes on."),
+    ] = None,
+    apart: Annotated[
+        int | None, typer.Option(min=2, help="Report the questions from this one on apart as well, in a subfolder.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
+    device: Annotated[str, typer.Option(help="A torch device, of the engine reference.")] = "cpu",
     prefix: Annotated[PrefixMode, typer.Option(help="What chunks are encoded behind.")] = PrefixMode.SYSTEM,
     chunk_tokens: Annotated[int, typer.Option(help="Cut contexts longer than this, as pipelines do.")] = 1024,
+    against: Annotated[
+        str | None, typer.Option(help="An arm to compare the others with, paired by question, as deviation:0.15.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 32,
     seed: Annotated[int, typer.Option(help="Of the order of arms and of the resampling.")] = 0,
     cache_dir: Annotated[Path | None, typer.Option(help="Keep chunk KV here; in memory by default.")] = None,
@@ -73,12 +95,15 @@ def musique(
 
     Example: python -m eval.musique --questions 3
     """
+    clock = Clock(minutes)
     out = out or RESULTS / data.stem
     arguments = {**locals(), "prefix": prefix.value}
+    del arguments["clock"]
     with one_sentence_for_bad_input(), _resumable(out):
         config = make_config(
             model=model,
             engine=engine,
+            engine_options=_engine_options(engine_options),
             dtype=dtype,
             device=device,
             prefix=prefix,
@@ -89,9 +114,22 @@ def musique(
             index_dir=None,
         )
         rows = report_rows(parse_arms(arms), parse_tiers(tiers))
+        require_runnable(rows, engine == VLLM)
+        require_among(against, rows)
+        part = parse_shard(shard)
         examples = load_examples(data)[:questions]
-        with _bench(config) as bench:
-            typer.echo(_evaluate(bench, examples, rows, arguments), nl=False)
+        with _bench(config, in_flight) as bench:
+            typer.echo(evaluate(bench, examples, rows, arguments, part, clock), nl=False)
+
+
+def _engine_options(text: str | None) -> dict[str, Any]:
+    try:
+        options = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise EvalError(f'--engine-options is no JSON ({error}); give an object as {{"max_num_seqs": 64}}.') from None
+    if not isinstance(options, dict):
+        raise EvalError(f'--engine-options is {options!r}; give an object as {{"max_num_seqs": 64}}.')
+    return options
 
 
 @contextmanager
@@ -103,71 +141,9 @@ def _resumable(out: Path) -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _evaluate(bench: FidelityBench, examples: Sequence[Example], rows: Sequence[Row], arguments: dict[str, Any]) -> str:
-    """Run what is missing, write the report, and return its tables."""
-    asked, left_out = _lay_out(bench, examples)
-    settings = _settings(bench, rows, arguments, len(asked), left_out)
-    out, seed = arguments["out"], arguments["seed"]
-    with open_results(out, settings, arguments["fresh"]) as log:
-        _run(bench, asked, rows, log, seed)
-        names = [question.example.id for question in asked]
-        summary = summarise(log, names, rows, bench.kv_bytes_per_token, torch.get_num_threads(), seed)
-    identity = ModelIdentity(arguments["model"], bench.fingerprint)
-    account = provenance(arguments, identity, bench.config.device, seed, arguments["data"])
-    return write_report(out, summary, account, settings, absolute=bench.config.device.startswith("cuda"))
-
-
-def _lay_out(bench: FidelityBench, examples: Sequence[Example]) -> tuple[list[LaidOutQuestion], int]:
-    """The questions that fit the model's context, and how many do not."""
-    questions = [bench.lay_out(example) for example in examples]
-    fitting = [question for question in questions if bench.fits(question)]
-    if not fitting:
-        raise EvalError("No question fits the model's context with its documents; choose a model of longer context.")
-    return fitting, len(questions) - len(fitting)
-
-
-def _settings(
-    bench: FidelityBench, rows: Sequence[Row], arguments: dict[str, Any], questions: int, left_out: int
-) -> dict[str, Any]:
-    """Everything the results depend on."""
-    config = bench.config
-    return {
-        "commit": describe_code(REPOSITORY)["commit"],
-        "data": describe_file(arguments["data"]),
-        "questions": questions,
-        "left_out": left_out,
-        "model_fingerprint": bench.fingerprint,
-        "engine": bench.engine_name,
-        "dtype": config.dtype,
-        "device": config.device,
-        "prefix": config.prefix.value,
-        "system_prompt": config.system_prompt,
-        "chunk_tokens": config.chunk_tokens,
-        "arms": list(dict.fromkeys(row.arm.name for row in rows)),
-        "tiers": list(dict.fromkeys(row.tier for row in rows)),
-        "max_tokens": config.max_tokens,
-        "seed": arguments["seed"],
-    }
-
-
-def _run(
-    bench: FidelityBench, questions: Sequence[LaidOutQuestion], rows: Sequence[Row], log: ResultLog, seed: int
-) -> None:
-    columns = (TextColumn("{task.fields[name]}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        asked = progress.add_task("", name="questions", total=len(questions))
-        done = progress.add_task("", name="results", total=None)
-
-        def show(state: RunProgress) -> None:
-            progress.update(asked, completed=state.questions_done)
-            progress.update(done, completed=state.results_done, total=state.results, description=state.doing)
-
-        run_questions(bench, questions, rows, log, seed, show)
-
-
 @contextmanager
-def _bench(config: PipelineConfig) -> Iterator[FidelityBench]:
-    bench = FidelityBench(config)
+def _bench(config: PipelineConfig, in_flight: int) -> Iterator[FidelityBench]:
+    bench = VllmBench(config, in_flight) if config.engine == VLLM else ReferenceBench(config)
     try:
         yield bench
     finally:

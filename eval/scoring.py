@@ -10,7 +10,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from eval.errors import EvalError
 
@@ -96,3 +96,11 @@ def _bag_f1(predicted: Sequence[Hashable], gold: Sequence[Hashable]) -> float:
         return float(not predicted and not gold)
     shared = (Counter(predicted) & Counter(gold)).total()
     return 2 * shared / (len(predicted) + len(gold))
+
+
+def first_line_ids(tokenizer: Any, token_ids: Sequence[int]) -> list[int]:
+    """Return the ids up to the one that ends the first line that is not blank; all of them if none does."""
+    for end in range(1, len(token_ids)):
+        if "\n" in tokenizer.decode(token_ids[:end], skip_special_tokens=True).lstrip():
+            return list(token_ids[:end])
+    return list(token_ids)

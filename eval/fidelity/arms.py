@@ -15,6 +15,7 @@ from kvstore.tiers import Tier
 
 FULL = "full"
 FULL_AGAIN = "full-again"
+PREFIX_CACHED = "prefix-cached"
 REUSE = "reuse"
 TIER_NAMES = {"warm": Tier.HOST, "cold": Tier.DISK}
 
@@ -42,8 +43,8 @@ class Arm:
 
     @property
     def is_reference(self) -> bool:
-        """Whether this is full prefill or its noise floor: run once, whatever tiers are asked for."""
-        return self.name in (FULL, FULL_AGAIN)
+        """Whether this is a full prefill of some kind: run once, whatever tiers are asked for."""
+        return self.name in (FULL, FULL_AGAIN, PREFIX_CACHED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,8 @@ def parse_arms(text: str) -> tuple[Arm, ...]:
     """Read a list of arms; `full` is always the first, asked for or not.
 
     Arms are separated by commas. `full` is full prefill. `full-again` is the noise floor: every row is computed
-    again, but in other batches (the documents' rows in one, the question's in the next). `reuse` recomputes
+    again, but in other batches (on the reference engine the documents' rows in one, the question's in the next; on
+    vLLM among other requests). `prefix-cached` is full prefill by an engine that caches prefixes. `reuse` recomputes
     nothing. Others are a selector with its parameters, each after a colon: a whole number is tokens of each
     chunk's head, a number with a decimal point is a ratio, as in `chunk_head:16`, `query:0.15` and
     `chunk_head+query:16:0.15`.
@@ -91,16 +93,32 @@ def report_rows(arms: Sequence[Arm], tiers: Sequence[str]) -> tuple[Row, ...]:
     return tuple(Row(arm, tier) for arm in arms for tier in (("warm",) if arm.is_reference else tiers))
 
 
+def require_runnable(rows: Sequence[Row], on_vllm: bool) -> None:
+    """Refuse, before a model is loaded, what its engine cannot do.
+
+    Raises:
+        EvalError: naming the arm or the tier, and the engine that can.
+    """
+    if on_vllm and any(TIER_NAMES[row.tier] is Tier.DISK for row in rows):
+        raise EvalError("Cold chunks are measured on the engine `reference`; leave out the tier cold.")
+    if not on_vllm and any(row.arm.name == PREFIX_CACHED for row in rows):
+        raise EvalError(f"Arm '{PREFIX_CACHED}' needs --engine vllm: the engine `reference` caches no prefixes.")
+
+
 def _parse_arm(name: str) -> Arm:
     if name == FULL:
         return Arm(name, None)
     if name == FULL_AGAIN:
         return Arm(name, make_selector("full"))
+    if name == PREFIX_CACHED:
+        return Arm(name, None)
     if name == REUSE:
         return Arm(name, make_selector("none"))
     selector, *parameters = name.split(":")
     if selector not in SELECTOR_NAMES or selector in _OTHER_NAMES:
-        known = ", ".join([FULL, FULL_AGAIN, REUSE, *(s for s in SELECTOR_NAMES if s not in _OTHER_NAMES)])
+        known = ", ".join(
+            [FULL, FULL_AGAIN, PREFIX_CACHED, REUSE, *(s for s in SELECTOR_NAMES if s not in _OTHER_NAMES)]
+        )
         raise EvalError(f"Arm '{name}' is unknown; use {known}, with parameters as in chunk_head:16 or query:0.15.")
     wrong = [parameter for parameter in parameters if not _PARAMETER.fullmatch(parameter)]
     heads = [int(parameter) for parameter in parameters if "." not in parameter and parameter not in wrong]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from eval.fidelity.arms import FULL_AGAIN
+from eval.fidelity.comparisons import Comparison
+from eval.fidelity.gates import GateSummary
 from eval.fidelity.summary import BuildSummary, RowSummary, RunSummary
 from eval.report.plots import plot_fidelity
 from eval.report.table import fidelity_table, markdown_table, time_table
@@ -49,6 +51,7 @@ def report_tables(summary: RunSummary, notes: list[str], absolute: bool) -> str:
         fidelity_table(arms).rstrip(),
         "## Against full prefill\n\nScores are paired by question; tokens are means; times are shares of full's.",
         _difference_table(summary).rstrip(),
+        *_comparison_blocks(summary.comparisons),
         f"## Time to first token{' (void, see the notes)' if summary.timing_is_void else ''}",
         time_table(arms, absolute).rstrip(),
         "## Notes",
@@ -59,11 +62,14 @@ def report_tables(summary: RunSummary, notes: list[str], absolute: bool) -> str:
 
 def report_notes(summary: RunSummary, settings: Mapping[str, Any]) -> list[str]:
     """What a reader must know beside the numbers, one sentence each."""
-    notes = [
-        f"Full prefill answers {summary.full_is_right} of {summary.questions} questions exactly.",
-        f"CPU time over wall time of the answers was {summary.cpu_over_wall:.2f}.",
-    ]
-    if summary.timing_is_void:
+    notes = [f"Full prefill answers {summary.full_is_right} of {summary.questions} questions exactly."]
+    if summary.gates is not None:
+        notes.append(_gates_note(summary.gates))
+    if summary.cpu_over_wall is not None:
+        notes.append(f"CPU time over wall time of the answers was {summary.cpu_over_wall:.2f}.")
+    if settings.get("in_flight") is not None:
+        notes.append(_in_flight_note(settings["in_flight"]))
+    if summary.cpu_over_wall is not None and summary.timing_is_void:
         notes.append(
             f"That is under {summary.busy_enough:.2f}: other work shared the machine, so the timings are void; "
             "agreement, divergence and scores are not affected."
@@ -71,8 +77,8 @@ def report_notes(summary: RunSummary, settings: Mapping[str, Any]) -> list[str]:
     if summary.noise_floor is not None:
         floor = summary.noise_floor.arm
         notes.append(
-            f"{FULL_AGAIN} is the noise floor: full prefill once more, every row computed, the documents' rows in one "
-            f"batch and the question's in the next; agreement {floor.agreement.mean:.2f}, "
+            f"{FULL_AGAIN} is the noise floor: full prefill once more, every row computed, {_other_batches(settings)}; "
+            f"agreement {floor.agreement.mean:.2f}, "
             f"KL {floor.kl_first.mean:.1e} first and {floor.kl_answer.mean:.1e} along the answer."
         )
     if "cold" in settings["tiers"]:
@@ -110,6 +116,17 @@ def _difference_table(summary: RunSummary) -> str:
     return markdown_table(header, [_difference_row(row) for row in summary.rows])
 
 
+def _comparison_blocks(comparisons: Sequence[Comparison]) -> list[str]:
+    if not comparisons:
+        return []
+    rows = [[c.arm, _signed(c.agreement), _signed(c.kl_first), _signed(c.kl_answer)] for c in comparisons]
+    return [
+        f"## Against {comparisons[0].other}\n\nDifferences are paired by question; a higher agreement and a lower KL "
+        "speak for the arm.",
+        markdown_table(["arm", "agreement", "KL, first token", "KL, answer"], rows).rstrip(),
+    ]
+
+
 def _difference_row(row: RowSummary) -> list[str]:
     where_right = "" if row.f1_where_full_is_right is None else f"{row.f1_where_full_is_right:.3f}"
     rows = [f"{count:.0f}" for count in (row.prompt_tokens, row.reused_tokens, row.recomputed_tokens)]
@@ -120,6 +137,29 @@ def _difference_row(row: RowSummary) -> list[str]:
 
 def _signed(interval: Interval) -> str:
     return f"{interval.mean:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
+
+
+def _other_batches(settings: Mapping[str, Any]) -> str:
+    if settings.get("in_flight") is not None:
+        return "among requests of the other arms"
+    return "the documents' rows in one batch and the question's in the next"
+
+
+def _in_flight_note(in_flight: int) -> str:
+    if in_flight == 1:
+        return "Each answer was generated alone, so times to first token are those of an idle engine."
+    return (
+        f"Up to {in_flight} answers of different arms were generated together: their times to first token include one "
+        "another's work and are void."
+    )
+
+
+def _gates_note(gates: GateSummary) -> str:
+    return (
+        f"Gates, on {gates.questions} questions before the run, in nats along full prefill's answer: recomputing every "
+        f"row {gates.recompute_all:.1e} (at most {gates.tolerance:.1e} allowed), full prefill again "
+        f"{gates.noise_floor:.1e}, blanked chunks {gates.blanked:.1e} with {gates.answers_changed} answers changed."
+    )
 
 
 def _build_note(build: BuildSummary, absolute: bool) -> str:

@@ -30,7 +30,7 @@ class AnswerRecord:
         reused_tokens, recomputed_tokens, recomputed_ratio: see `BlendReport`.
         bytes_loaded: bytes of KV read, by the tier they were in at submission.
         fallback_reasons: why chunks were prefilled as fresh rows.
-        cpu_s, wall_s: seconds the process spent on the answer.
+        cpu_s, wall_s: seconds the process spent on the answer; 0 where the model runs in other processes.
     """
 
     question: str
@@ -75,11 +75,23 @@ class BuildRecord:
     seconds: float
 
 
-Record = AnswerRecord | DivergenceRecord | BuildRecord
-_KINDS: dict[str, type[AnswerRecord] | type[DivergenceRecord] | type[BuildRecord]] = {
+@dataclass(frozen=True, slots=True)
+class GateRecord:
+    """What the gates found on one question: nats along full prefill's answer, see `GateSummary`."""
+
+    question: str
+    noise_floor: float
+    recompute_all: float
+    blanked: float
+    answer_changed: bool
+
+
+Record = AnswerRecord | DivergenceRecord | BuildRecord | GateRecord
+_KINDS: dict[str, type[Record]] = {
     "answer": AnswerRecord,
     "divergence": DivergenceRecord,
     "build": BuildRecord,
+    "gate": GateRecord,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
@@ -98,6 +110,7 @@ class ResultLog:
         self.answers: dict[tuple[str, str, str], AnswerRecord] = {}
         self.divergences: dict[tuple[str, str], DivergenceRecord] = {}
         self.builds: dict[str, BuildRecord] = {}
+        self.gates: dict[str, GateRecord] = {}
         _drop_cut_line(path)
         for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
             self._enter(_parse(line, f"{path}, line {number}"))
@@ -127,8 +140,10 @@ class ResultLog:
             self.answers[record.question, record.arm, record.tier] = record
         elif isinstance(record, DivergenceRecord):
             self.divergences[record.question, record.arm] = record
-        else:
+        elif isinstance(record, BuildRecord):
             self.builds[record.question] = record
+        else:
+            self.gates[record.question] = record
 
 
 def _drop_cut_line(path: Path) -> None:
@@ -136,7 +151,9 @@ def _drop_cut_line(path: Path) -> None:
     with path.open("ab+") as file:
         file.seek(0)
         content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
+        # Only where there is something to drop: another shard may be adding whole lines meanwhile.
+        if content and not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)
 
 
 def _parse(line: bytes, place: str) -> Record:

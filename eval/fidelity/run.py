@@ -5,20 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-import torch
-
-from eval.fidelity.arms import Arm, Row, parse_arms
+from eval.fidelity.arms import PREFIX_CACHED, Arm, Row
 from eval.fidelity.bench import FidelityBench, LaidOutQuestion, TimedAnswer
 from eval.fidelity.records import AnswerRecord, BuildRecord, DivergenceRecord, ResultLog
-from eval.scoring import exact_match, f1, first_line, token_f1
+from eval.scoring import exact_match, f1, first_line, first_line_ids, token_f1
 from eval.statistics import answer_divergence
 
 QUEUE = "queue and transfer"
 """The part of the time to first token before the prefill: scheduling, and chunks that come from disk."""
-
-WARM_UP = parse_arms("chunk_head:16")[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +36,7 @@ def run_questions(
     log: ResultLog,
     seed: int,
     on_progress: Callable[[RunProgress], None] = lambda progress: None,
+    time_is_up: Callable[[], bool] = lambda: False,
 ) -> None:
     """Answer and score what `log` does not hold yet; each result is in the log as soon as it is there.
 
@@ -52,14 +50,25 @@ def run_questions(
         log: receives the results.
         seed: of the orders.
         on_progress: called before each result, and at the end.
+        time_is_up: asked before each question; the run ends there once it says so.
     """
     run = _Run(bench, rows, log, seed)
     total = len(questions) * (len(rows) + len(run.arms))
     for done, question in enumerate(questions):
+        if time_is_up():
+            return
         for doing in run.steps(question):
             results = len(log.answers) + len(log.divergences)
             on_progress(RunProgress(done, len(questions), results, total, f"{question.example.id}: {doing}"))
     on_progress(RunProgress(len(questions), len(questions), total, total, "done"))
+
+
+def build_chunks(bench: FidelityBench, question: LaidOutQuestion, log: ResultLog) -> None:
+    """Compute the question's chunks that are missing, and note what that took unless it is noted already."""
+    built = bench.build(question)
+    if built.computed and question.example.id not in log.builds:
+        counts = (built.computed, built.tokens_computed, built.kv_bytes)
+        log.append(BuildRecord(question.example.id, *counts, built.seconds))
 
 
 class _Run:
@@ -79,53 +88,49 @@ class _Run:
         if not answers and not arms:
             return
         yield "chunks"
-        self._build(question)
-        for row in answers:
-            yield f"{row.arm.name} answers"
-            self._answer(question, row)
+        self._make_ready(question)
+        yield "answers"
+        for row, timed in self._bench.answers(question, answers):
+            self._log.append(_answer_record(self._bench.tokenizer, question, row, timed))
+            yield f"{row.arm.name} has answered"
         yield from self._measure_divergences(question, arms)
         self._bench.forget(question)
 
     def _order(self, name: str) -> list[Row]:
-        """The rows in an order of their own for each question, the same in every run with this seed."""
+        """The rows in an order of their own for each question, the same in every run with this seed.
+
+        Where prefixes are cached, the prompt is new when it is asked so: other full prefills would have left it there.
+        """
         rows = list(self._rows)
         random.Random(f"{self._seed}:{name}").shuffle(rows)
-        return rows
+        return sorted(rows, key=lambda row: row.arm.name != PREFIX_CACHED)
 
-    def _build(self, question: LaidOutQuestion) -> None:
-        built = self._bench.build(question)
-        name = question.example.id
-        if built.computed and name not in self._log.builds:
-            record = BuildRecord(name, built.computed, built.tokens_computed, built.kv_bytes, built.seconds)
-            self._log.append(record)
+    def _make_ready(self, question: LaidOutQuestion) -> None:
+        build_chunks(self._bench, question, self._log)
         if not self._warm:
-            self._bench.answer(question, WARM_UP)
+            self._bench.warm_up(question)
             self._warm = True
 
-    def _answer(self, question: LaidOutQuestion, row: Row) -> None:
-        self._bench.place(question, row.tier)
-        self._log.append(_answer_record(self._bench.tokenizer, question, row, self._bench.answer(question, row.arm)))
-
     def _measure_divergences(self, question: LaidOutQuestion, arms: Sequence[Arm]) -> Iterator[str]:
+        if not arms:
+            return
         full = self.arms[0]
-        self._bench.place(question, "warm")
         answer = self._log.answers[question.example.id, full.name, "warm"].token_ids
-        expected: torch.Tensor | None = None
-        for arm in arms:
-            yield f"{arm.name} is scored"
-            if expected is None:
-                expected = self._bench.score(question, full, answer)
-            # Full prefill is not run a third time: how far it differs from itself is what `full-again` measures.
-            scored = expected if arm == full else self._bench.score(question, arm, answer)
+        yield f"{full.name} is scored"
+        ((_, expected),) = self._bench.scores(question, [full], answer)
+        # Full prefill is not run a third time: how far it differs from itself is what `full-again` measures.
+        others = self._bench.scores(question, [arm for arm in arms if arm != full], answer)
+        for arm, scored in chain([(full, expected)] if full in arms else [], others):
             divergence = answer_divergence(expected, scored)
             record = DivergenceRecord(question.example.id, arm.name, divergence.first, divergence.answer, len(answer))
             self._log.append(record)
+            yield f"{arm.name} is scored"
 
 
 def _answer_record(tokenizer: Any, question: LaidOutQuestion, row: Row, timed: TimedAnswer) -> AnswerRecord:
     outcome, gold = timed.outcome, question.example.answers
     assert outcome.ttft_ms is not None
-    token_ids = _first_line_ids(tokenizer, outcome.token_ids)
+    token_ids = first_line_ids(tokenizer, outcome.token_ids)
     text = first_line(tokenizer.decode(token_ids, skip_special_tokens=True))
     return AnswerRecord(
         question=question.example.id,
@@ -147,11 +152,3 @@ def _answer_record(tokenizer: Any, question: LaidOutQuestion, row: Row, timed: T
         cpu_s=timed.cpu_s,
         wall_s=timed.wall_s,
     )
-
-
-def _first_line_ids(tokenizer: Any, token_ids: Sequence[int]) -> list[int]:
-    """The ids up to the one that ends the first line that is not blank; all of them if none does."""
-    for end in range(1, len(token_ids)):
-        if "\n" in tokenizer.decode(token_ids[:end], skip_special_tokens=True).lstrip():
-            return list(token_ids[:end])
-    return list(token_ids)

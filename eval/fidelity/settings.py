@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,13 +14,33 @@ from eval.fidelity.records import ResultLog
 SETTINGS_FILE = "settings.json"
 RECORDS_FILE = "records.jsonl"
 
+CODE = (
+    *("cacheblend", "kvstore", "retrieval", "pipelines", "inputs"),
+    *(f"eval/fidelity/{name}.py" for name in ("arms", "bench", "gates", "reference_bench", "run", "vllm_bench")),
+    *("eval/layout.py", "eval/scoring.py", "eval/statistics.py"),
+)
+"""Folders and files whose sources a record depends on; those of the report are not among them."""
+MAY_DIFFER = frozenset({"arms", "tiers", "questions", "left_out"})
+"""What says how much is measured, not what comes out: a later call may ask for more or for less."""
+
+
+def code_digest(repository: Path) -> str:
+    """SHA-256 of the sources that results depend on: other commits that leave them alone give the same."""
+    digest = hashlib.sha256()
+    named = [repository / name for name in CODE]
+    files = [*(path for path in named if path.is_file()), *(path for top in named for path in top.rglob("*.py"))]
+    for path in sorted(files):
+        digest.update(f"{path.relative_to(repository).as_posix()}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
 
 def open_results(folder: Path, settings: Mapping[str, Any], fresh: bool) -> ResultLog:
     """Open the results in `folder` to go on with them, or begin new ones.
 
     Args:
         folder: made if it is not there.
-        settings: everything the results depend on, JSON-ready.
+        settings: everything the results depend on, JSON-ready; those in `MAY_DIFFER` may be others than before.
         fresh: throw away what is there.
 
     Raises:
@@ -48,7 +69,7 @@ def _require_same(path: Path, settings: Mapping[str, Any]) -> None:
             f"{path.parent} holds results, but {path.name} does not say of which settings; "
             "choose another --out or throw them away with --fresh."
         ) from None
-    changed = [name for name in settings if before.get(name) != settings[name]]
+    changed = [name for name in settings if name not in MAY_DIFFER and before.get(name) != settings[name]]
     if changed:
         raise EvalError(
             f"{path.parent} holds results of other settings ({', '.join(changed)}); "

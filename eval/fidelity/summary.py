@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from eval.fidelity.arms import FULL, FULL_AGAIN, Row
+from eval.fidelity.comparisons import Comparison, compare
+from eval.fidelity.gates import GateSummary
 from eval.fidelity.records import AnswerRecord, ResultLog
 from eval.report.summary import ArmSummary
 from eval.scoring import agrees
@@ -67,24 +69,35 @@ class RunSummary:
         noise_floor: full prefill against itself, None if it was not asked for; it is among the rows.
         questions: how many.
         full_is_right: how many of them full prefill answers exactly.
-        cpu_over_wall: CPU time over wall time of all answers.
+        cpu_over_wall: CPU time over wall time of all answers; None where the model runs in other processes.
         busy_enough: the least `cpu_over_wall` with which timings count.
-        timing_is_void: whether the machine was shared, so that timings mean nothing.
+        timing_is_void: whether the machine or the engine was shared, so that timings mean nothing.
         build: the offline work.
+        gates: what was looked at before; None where the project's tests do.
+        comparisons: of the arms with one of them, if that was asked for.
     """
 
     rows: tuple[RowSummary, ...]
     noise_floor: RowSummary | None
     questions: int
     full_is_right: int
-    cpu_over_wall: float
+    cpu_over_wall: float | None
     busy_enough: float
     timing_is_void: bool
     build: BuildSummary
+    gates: GateSummary | None
+    comparisons: tuple[Comparison, ...]
 
 
 def summarise(
-    log: ResultLog, questions: Sequence[str], rows: Sequence[Row], bytes_per_token: int, threads: int, seed: int
+    log: ResultLog,
+    questions: Sequence[str],
+    rows: Sequence[Row],
+    bytes_per_token: int,
+    threads: int,
+    seed: int,
+    gates: GateSummary | None = None,
+    against: str | None = None,
 ) -> RunSummary:
     """Summarise a finished run.
 
@@ -95,11 +108,14 @@ def summarise(
         bytes_per_token: of KV.
         threads: the process computed with.
         seed: of the resampling.
+        gates: what they found.
+        against: an arm to compare the others with.
     """
     full = [log.answers[question, FULL, "warm"] for question in questions]
     summaries = {row: _summarise_row(log, row, rows, full, seed) for row in rows}
     answers = [log.answers[question, row.arm.name, row.tier] for question in questions for row in rows]
-    busy = sum(answer.cpu_s for answer in answers) / sum(answer.wall_s for answer in answers)
+    wall_s = sum(answer.wall_s for answer in answers)
+    busy = sum(answer.cpu_s for answer in answers) / wall_s if wall_s else None
     enough = min(BUSY_CORES, BUSY_SHARE * threads)
     return RunSummary(
         rows=tuple(summaries.values()),
@@ -108,9 +124,21 @@ def summarise(
         full_is_right=sum(answer.em == 1.0 for answer in full),
         cpu_over_wall=busy,
         busy_enough=enough,
-        timing_is_void=busy < enough,
+        timing_is_void=busy is not None and busy < enough,
         build=_summarise_build(log, full, bytes_per_token),
+        gates=gates,
+        comparisons=() if against is None else compare(log, questions, rows, against, seed),
     )
+
+
+def finished_questions(log: ResultLog, questions: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Those of which every row has answered and every arm has been scored."""
+    return [
+        question
+        for question in questions
+        if all((question, row.arm.name, row.tier) in log.answers for row in rows)
+        and all((question, row.arm.name) in log.divergences for row in rows)
+    ]
 
 
 def row_name(row: Row, rows: Sequence[Row]) -> str:

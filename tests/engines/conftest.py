@@ -70,6 +70,7 @@ def pipeline(settings: dict[str, Any]) -> Any:
         "block_size": 32,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 2048,
+        "max_logprobs": -1,
         "connector": {"debug_rows": True},
     }
     made = RagPipeline.from_documents([], **settings, engine="auto", engine_options=options)

@@ -314,7 +314,7 @@ def test_bad_prompts_are_refused_in_a_sentence_and_leave_nothing_behind(runner, 
         ([4096], GREEDY, "outside the model's vocabulary of 4096"),
         (prompts.plan(chunks, gradual), GREEDY, "beyond the model's 4 layers"),
         (prompts.ids(3), SamplingParams(temperature=99.0), "vLLM refuses the sampling parameters: temperature"),
-        (prompts.ids(3), vllm.SamplingParams(logprobs=4000), "vLLM refuses the prompt"),
+        (prompts.ids(3), vllm.SamplingParams(logprobs=4097), "vLLM refuses the prompt"),
     ):
         with pytest.raises(BlendError, match=words) as refused:
             runner.prefill(prompt, sampling, "refused")

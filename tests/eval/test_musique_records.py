@@ -38,6 +38,16 @@ def test_a_last_line_that_was_cut_off_is_dropped_and_the_next_record_is_whole(tm
         assert list(log.divergences) == [("q1", "reuse"), ("q2", "reuse")]
 
 
+def test_whole_lines_that_another_shard_adds_meanwhile_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    with ResultLog(path) as one, ResultLog(path) as other:
+        one.append(RECORD)
+        other.append(DivergenceRecord("q2", "reuse", 0.5, 0.25, 3))
+        one.append(DivergenceRecord("q3", "reuse", 0.5, 0.25, 3))
+    with ResultLog(path) as log:
+        assert [question for question, _ in log.divergences] == ["q1", "q2", "q3"]
+
+
 @pytest.mark.parametrize(
     "line",
     [b"{", b"[]", b"3", b"\xff", b'{"record": "other"}', b'{"record": "divergence", "question": "q"}', b""],

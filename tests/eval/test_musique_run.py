@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from eval.fidelity.arms import parse_arms
-from eval.fidelity.bench import FidelityBench
+from eval.fidelity.reference_bench import ReferenceBench
 from eval.musique import app
 from inputs import INVENTED_PATH, load_invented
 from pipelines.config import make_config
@@ -29,7 +29,7 @@ def call(model: Path, out: Path, *arguments: str, arms: str = ARMS, questions: i
 
 @pytest.fixture
 def bench(model: Path):
-    with closing(FidelityBench(make_config(model=str(model), cache_dir=None, max_tokens=6))) as bench:
+    with closing(ReferenceBench(make_config(model=str(model), cache_dir=None, max_tokens=6))) as bench:
         yield bench
 
 
@@ -108,7 +108,7 @@ def test_contexts_longer_than_a_chunk_are_cut_and_the_others_are_one_chunk_each(
     example = load_invented()[0]
     counts = {}
     for size in (1024, 40):
-        with closing(FidelityBench(make_config(model=str(model), cache_dir=None, chunk_tokens=size))) as bench:
+        with closing(ReferenceBench(make_config(model=str(model), cache_dir=None, chunk_tokens=size))) as bench:
             chunks = bench.lay_out(example).chunks
             texts = [bench.tokenizer.decode(chunk) for chunk in chunks]
         assert max(map(len, chunks)) <= size
@@ -254,6 +254,9 @@ def test_what_chunks_are_encoded_behind_changes_the_result(finished, model, tmp_
         (["--tiers", "hot"], "Tiers 'hot' cannot be run"),
         (["--tiers", "cold"], "give --cache-dir"),
         (["--engine", "other"], "'engine'"),
+        (["--engine-options", "{"], "is no JSON"),
+        (["--engine-options", "[]"], "give an object"),
+        (["--shard", "3/2"], "Shard '3/2' cannot be run"),
         (["--dtype", "int3"], "'dtype'"),
         (["--data", "no-such-file.jsonl"], "no-such-file.jsonl"),
         (["--model", "./no-such-model"], "no-such-model"),

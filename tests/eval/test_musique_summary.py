@@ -1,14 +1,18 @@
 """What the report states, against records worked out by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from eval.errors import EvalError
 from eval.fidelity.arms import Row, parse_arms, parse_tiers, report_rows
+from eval.fidelity.comparisons import require_among
+from eval.fidelity.gates import GateSummary
 from eval.fidelity.outputs import report_notes, report_tables, summary_values
 from eval.fidelity.records import AnswerRecord, BuildRecord, DivergenceRecord, ResultLog
-from eval.fidelity.summary import RunSummary, summarise
+from eval.fidelity.summary import RunSummary, finished_questions, summarise
 
 QUESTIONS = ["q1", "q2", "q3", "q4"]
 ROWS = report_rows(parse_arms("full,full-again,reuse"), parse_tiers("warm,cold"))
@@ -118,6 +122,51 @@ def test_timings_of_a_shared_machine_are_void_and_the_report_says_so(log, cpu_s,
     notes = report_notes(summary, {"tiers": ["warm"], "left_out": 0})
     assert any("void" in note for note in notes) is void
     assert ("(void" in report_tables(summary, notes, absolute=False)) is void
+
+
+def test_arms_are_compared_with_one_of_them_question_by_question(log) -> None:
+    rows = report_rows(parse_arms("full,reuse,query:0.15"), parse_tiers("warm"))
+    for number, question in enumerate(QUESTIONS):
+        for row in rows:
+            text = FULL_TEXTS[question] if row.arm.name != "reuse" else "elsewhere"
+            log.append(replace(answer(question, row, 1.9), text=text))
+            kl = {"full": 0.0, "reuse": 1.0 + number, "query:0.15": 0.5}[row.arm.name]
+            log.append(DivergenceRecord(question, row.arm.name, kl, kl / 2, 3))
+    summary = summarise(log, QUESTIONS, rows, 40, 2, 0, None, "reuse")
+    (query,) = summary.comparisons
+    assert (query.arm, query.other) == ("query:0.15", "reuse")
+    assert (query.agreement.mean, query.agreement.low) == (1.0, 1.0)
+    assert (query.kl_first.mean, query.kl_answer.mean) == (-2.0, -1.0)
+    assert query.kl_first.high < 0
+    assert "| query:0.15 | +1.000 [+1.000, +1.000] |" in report_tables(summary, [], absolute=False)
+    assert summarise(log, QUESTIONS, rows, 40, 2, 0).comparisons == ()
+    with pytest.raises(EvalError, match=r"compared with 'deviation:0\.15', which is not among --arms"):
+        require_among("deviation:0.15", rows)
+
+
+def test_the_gates_and_requests_in_flight_are_stated_and_no_cpu_time_where_the_model_runs_elsewhere(log) -> None:
+    for question in QUESTIONS:
+        for row in ROWS:
+            log.append(replace(answer(question, row, 0.0), wall_s=0.0))
+            log.append(DivergenceRecord(question, row.arm.name, 0.0, 0.0, 3))
+    gates = GateSummary(3, 1e-4, 2e-4, 3.0, 2, 2e-2)
+    summary = summarise(log, QUESTIONS, ROWS, 40, 2, 0, gates)
+    assert (summary.cpu_over_wall, summary.timing_is_void) == (None, False)
+    notes = " ".join(report_notes(summary, {"tiers": ["warm"], "left_out": 0, "in_flight": 8}))
+    assert "recomputing every row 2.0e-04 (at most 2.0e-02 allowed)" in notes
+    assert "with 2 answers changed" in notes
+    assert "one another's work and are void" in notes
+    assert "CPU time" not in notes
+    alone = " ".join(report_notes(summary, {"tiers": ["warm"], "left_out": 0, "in_flight": 1}))
+    assert "idle engine" in alone
+
+
+def test_only_questions_of_which_everything_is_there_are_finished(log) -> None:
+    fill(log)
+    assert finished_questions(log, [*QUESTIONS, "q5"], ROWS) == QUESTIONS
+    del log.divergences["q2", "reuse"]
+    del log.answers["q3", "reuse", "cold"]
+    assert finished_questions(log, QUESTIONS, ROWS) == ["q1", "q4"]
 
 
 def test_questions_left_out_and_the_noise_floor_are_stated(log) -> None:
