@@ -3,16 +3,16 @@
     python -m eval.scheduling --out scheduling.json
 
 Each step tells the scheduler what has moved since the last one and hands it sixteen pieces of advice, the most that an
-engine has applied in a step; one step in twenty admits a request of ten chunks, whose pins go two steps later, when its
-blend would have ended. Advice is what changed: in each step eight pieces are new and the eight of the step before are
-taken back. Of the new ones, one is about a chunk in no memory and another one, with much confidence, about a chunk
-that is not on the GPU: two promotions a step, each with its eviction, are more than a GPU host can carry out in a
-decode step of 5 ms. Two are about chunks in memory and four about chunks that nobody has stored, so that a catalogue of
-ten chunks has as much to move and to look at as any other one. In the row "all stored" all pieces are about stored
-chunks. Four fifths of each catalogue fit into host memory and two fifths onto the GPU, both full. All catalogues take
-turns in one run. Garbage collection is on; what it takes between two steps counts as a step's, too. What there is at
-start is frozen (`gc.freeze`), as vLLM's engine core does. Times are by the clock, and of CPU time, which other
-processes on a busy machine do not add to.
+engine has applied in a step; one step in twenty instead admits a request of ten chunks (the connector lets advice wait
+then), whose pins go two steps later, when its blend would have ended. Advice is what changed: in each step eight pieces
+are new and the eight of the step before are taken back. Of the new ones, one is about a chunk in no memory and another
+one, with much confidence, about a chunk that is not on the GPU: two promotions a step, each with its eviction, are more
+than a GPU host can carry out in a decode step of 5 ms. Two are about chunks in memory and four about chunks that nobody
+has stored, so that a catalogue of ten chunks has as much to move and to look at as any other one. In the row "all
+stored" all pieces are about stored chunks. Four fifths of each catalogue fit into host memory and two fifths onto the
+GPU, both full. All catalogues take turns in one run. Garbage collection is on; what it takes between two steps counts
+as a step's, too. What there is at start is frozen (`gc.freeze`), as vLLM's engine core does. Times are by the clock,
+and of CPU time, which other processes on a busy machine do not add to.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ class Traffic:
         turn = self._steps % STEPS_PER_ADMISSION
         name = str(self._steps // STEPS_PER_ADMISSION)
         plan = self._plan() if turn == 0 else None
-        events, advice, scheduler = self._events, self._advice(), self._scheduler
+        advice = self._advice() if plan is None else []
+        events, scheduler = self._events, self._scheduler
         admission = None
         collected = collected_ns()
         began, began_cpu = perf_counter_ns(), thread_time_ns()

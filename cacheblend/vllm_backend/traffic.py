@@ -57,6 +57,7 @@ class ChunkTraffic:
         self._stats = stats
         self._orders: list[TransferOrder] = []
         self._evictions: list[Eviction] = []
+        self._admitted = False
         self._costs: CostModel | None = None
         self._gauged: dict[tuple[str, str], int] = {}
         self._why_evicted: dict[tuple[ChunkKey, Tier], str] = {}
@@ -68,6 +69,7 @@ class ChunkTraffic:
             The admission, and those of its chunks that are on their way to the host, for it or for somebody else.
         """
         admission = self._scheduler.admit(request_id, plan, policy)
+        self._admitted = True
         self._carry(admission.evictions, [*admission.loads, *admission.promotions])
         return admission, self._arrivals.awaited(admission.plan.keys)
 
@@ -81,8 +83,13 @@ class ChunkTraffic:
             self._predictor.observe(event)
 
     def take_orders(self) -> tuple[tuple[Eviction, ...], tuple[TransferOrder, ...]]:
-        """What the workers shall evict, then bring, in this step; advice that is new has its share."""
-        advice = self._predictor.advice(ADVICE_A_STEP) if self._predictor is not None else ()
+        """What the workers shall evict, then bring, in this step; advice that is new has its share.
+
+        A step that admits has work enough: advice waits for the next one.
+        """
+        predictor = None if self._admitted else self._predictor
+        advice = predictor.advice(ADVICE_A_STEP) if predictor is not None else ()
+        self._admitted = False
         step = self._scheduler.step(advice)
         self._carry(step.evictions, step.promotions)
         self._gauge()
