@@ -147,10 +147,10 @@ def test_a_question_that_fails_in_an_asynchronous_batch_ends_the_others(rag, slo
     slowly(rag)
     prefill = rag.runner.prefill
 
-    def refuse_the_third(plan, sampling, name, policy):
+    def refuse_the_third(plan, sampling, name, *rest):
         if len(rag.runner._sequences) == 2:
             raise BlendError("This prompt cannot be served.")
-        return prefill(plan, sampling, name, policy)
+        return prefill(plan, sampling, name, *rest)
 
     monkeypatch.setattr(rag.runner, "prefill", refuse_the_third)
     with pytest.raises(BlendError, match="cannot be served"):
