@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import attention_mass_oracle as mass_module
+from attention_mass_oracle import attention_with_mass
 from rows_attention_samples import RowsCase, rows_case
 
 from cacheblend.errors import BlendError
-from cacheblend.kernels import attention_mass as mass_module
-from cacheblend.kernels.attention_mass import attention_with_mass
 from cacheblend.kernels.pages import PagedLayer
 from cacheblend.kernels.row_tiles import RowTiles, TileConfig
 from cacheblend.kernels.rows_attention import rows_attention

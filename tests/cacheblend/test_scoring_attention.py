@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from attention_mass_oracle import attention_with_mass
 from scoring_attention_samples import ScoringCase, mass_error, scoring_case, worst_row
 
 from cacheblend.errors import BlendError
-from cacheblend.kernels.attention_mass import attention_with_mass
 from cacheblend.kernels.pages import PagedLayer
 from cacheblend.kernels.row_tiles import TileConfig
 from cacheblend.kernels.scoring_attention import ScoringPlan, scoring_attention

@@ -23,9 +23,9 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "cacheblend")]
 
+from attention_mass_oracle import attention_with_mass  # noqa: E402
 from rows_attention_samples import RowsCase, rows_case  # noqa: E402
 
-from cacheblend.kernels.attention_mass import attention_with_mass  # noqa: E402
 from cacheblend.kernels.pages import PagedLayer  # noqa: E402
 from cacheblend.kernels.row_tiles import RowTiles, TileConfig  # noqa: E402
 from cacheblend.kernels.rows_attention import rows_attention  # noqa: E402

@@ -22,10 +22,10 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "cacheblend")]
 
+from attention_mass_oracle import attention_with_mass, hidden_keys  # noqa: E402
 from check_rows_attention import LAYERS, PEAK_BYTES, PEAK_FLOPS, REPEATS, launch_us, median_ms, poison  # noqa: E402
 from scoring_attention_samples import ScoringCase, mass_error, scoring_case, worst_row  # noqa: E402
 
-from cacheblend.kernels.attention_mass import attention_with_mass, hidden_keys  # noqa: E402
 from cacheblend.kernels.row_tiles import TileConfig  # noqa: E402
 from cacheblend.kernels.scoring_attention import ScoringPlan, scoring_attention  # noqa: E402
 
