@@ -59,6 +59,7 @@ class BlendExecutor:
         self._ranks = ranks
         self._most_rows = min(most_rows, rows_per_step)
         self._rows_per_step = rows_per_step
+        self._most_placed = workspace_rows(most_rows, rows_per_step)
         self._waiting: deque[BlendOrder] = deque()
         self._batch: BlendBatch | None = None
         self._pieces: Iterator[float] = iter(())
@@ -140,7 +141,7 @@ class BlendExecutor:
             order = self._waiting[0]
             computed += rows_computed(order)
             placed += order.plan.reused_tokens
-            too_much = computed > self._rows_per_step or placed > PLACED_PER_BATCH * self._most_rows
+            too_much = computed > self._rows_per_step or placed > self._most_placed
             if orders and too_much:
                 break
             orders.append(self._waiting.popleft())

@@ -59,8 +59,8 @@ class Planner:
         bounds = params.bounds(len(token_ids))
         selector = self._selector(params)
         question = params.question_index
-        first_reused = next((i for i, segment in enumerate(params.segments) if segment.reuse), question)
-        head = self._head(token_ids, params)
+        first_reused = params.first_reused_index
+        head = _head(token_ids, params, bounds)
         fingerprint = fingerprint_in(self.fingerprint, params.namespace)
         segments = []
         for index, (segment, (start, end)) in enumerate(zip(params.segments[:question], bounds, strict=False)):
@@ -82,17 +82,10 @@ class Planner:
 
     def candidates(self, token_ids: Sequence[int], params: BlendParams) -> tuple[ChunkIdentity, ...]:
         """Those of the request's candidates that are there."""
-        head = self._head(token_ids, params)
+        head = _head(token_ids, params, params.bounds(len(token_ids)))
         fingerprint = fingerprint_in(self.fingerprint, params.namespace)
         chunks = (self._chunk(fingerprint, ids, head) for ids in params.candidates if ids)
         return tuple(chunk.identity for chunk in chunks if chunk.identity is not None)
-
-    def _head(self, token_ids: Sequence[int], params: BlendParams) -> tuple[int, ...]:
-        """The prefix that the request's chunks were encoded behind."""
-        if params.prefix is not None:
-            return tuple(token_ids[: params.prefix])
-        first_reused = next((i for i, segment in enumerate(params.segments) if segment.reuse), params.question_index)
-        return tuple(token_ids[: params.bounds(len(token_ids))[first_reused][0]])
 
     def _chunk(self, fingerprint: str, ids: tuple[int, ...], head: tuple[int, ...]) -> Segment:
         prefixes = dict.fromkeys([head, *([(self._bos,)] if self._bos is not None else []), ()])
@@ -120,3 +113,9 @@ class Planner:
         """Refuse now what would fail in the middle of a blend."""
         selector.shares(self._num_layers)
         return selector
+
+
+def _head(token_ids: Sequence[int], params: BlendParams, bounds: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """The prefix that a request's chunks were encoded behind."""
+    end = bounds[params.first_reused_index][0] if params.prefix is None else params.prefix
+    return tuple(token_ids[:end])

@@ -96,6 +96,11 @@ class BlendParams(BaseModel):
         """Index of the question's segment."""
         return len(self.segments) - 1 if self.question is None else self.question
 
+    @property
+    def first_reused_index(self) -> int:
+        """Index of the first reusable segment; the question's if there is none."""
+        return next((i for i, segment in enumerate(self.segments) if segment.reuse), self.question_index)
+
     def bounds(self, prompt_tokens: int) -> tuple[tuple[int, int], ...]:
         """The segments' (start, end) in the prompt.
 
