@@ -27,3 +27,21 @@ def run_python(python_env):
         return done.stdout
 
     return run
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    """A Redis server for the tests of one file."""
+    from redis_server import RedisServer
+
+    server = RedisServer(tmp_path_factory.mktemp("redis")).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def server(running):
+    """The file's Redis server, empty."""
+    with running.client() as client:
+        client.flushall()
+    return running

@@ -14,20 +14,6 @@ from kvstore.format import chunk_bytes, parse_chunk
 from kvstore.remote import RemoteTier
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    server = RedisServer(tmp_path_factory.mktemp("redis")).start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture
-def server(running):
-    with running.client() as client:
-        client.flushall()
-    return running
-
-
 @pytest.fixture
 def tier(server):
     tier = RemoteTier(server.url, timeout_s=20)

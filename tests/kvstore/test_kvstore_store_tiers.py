@@ -29,20 +29,6 @@ IDENTITY = identity_of(1)
 KEY = IDENTITY.key
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    server = RedisServer(tmp_path_factory.mktemp("redis")).start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture
-def server(running):
-    with running.client() as client:
-        client.flushall()
-    return running
-
-
 @pytest.fixture
 def make_store(server, tmp_path):
     stores = []
