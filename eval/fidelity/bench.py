@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from cacheblend.protocols import ModelRunner
 from cacheblend.request import RequestOutcome
 from eval.fidelity.arms import Arm, Row, parse_arms
 from eval.layout import LaidOutPrompt
@@ -60,6 +61,7 @@ class FidelityBench(ABC):
     engine_name: str
     is_gated_elsewhere: bool
     """Whether this engine, on this device, is the one that the project's gates run on."""
+    _runner: ModelRunner
 
     def __init__(self, config: PipelineConfig, folder: Path) -> None:
         self.config = config
@@ -69,19 +71,19 @@ class FidelityBench(ABC):
         self._chunker = TokenChunker(self.tokenizer, config.chunk_tokens, config.chunk_overlap)
 
     @property
-    @abstractmethod
     def fingerprint(self) -> str:
         """What identifies the model, its weights and dtype."""
+        return self._runner.fingerprint
 
     @property
-    @abstractmethod
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV one token takes."""
+        return self._runner.kv_bytes_per_token
 
     @property
-    @abstractmethod
     def max_model_len(self) -> int:
         """Tokens that a prompt and its answer may have."""
+        return self._runner.max_model_len
 
     @property
     @abstractmethod

@@ -43,23 +43,8 @@ class ReferenceBench(FidelityBench):
         folder = resolve_model(config.model)
         super().__init__(config, folder)
         self._store = ChunkStore(config.cache_dir, config.host_budget_bytes)
-        self._runner = ReferenceRunner.from_folder(folder, self._store, config.dtype, config.device)
+        self._runner: ReferenceRunner = ReferenceRunner.from_folder(folder, self._store, config.dtype, config.device)
         self._engine = make_engine(self._runner, self._store)
-
-    @property
-    def fingerprint(self) -> str:
-        """See `FidelityBench.fingerprint`."""
-        return self._runner.fingerprint
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """See `FidelityBench.kv_bytes_per_token`."""
-        return self._runner.kv_bytes_per_token
-
-    @property
-    def max_model_len(self) -> int:
-        """See `FidelityBench.max_model_len`."""
-        return self._runner.max_model_len
 
     @property
     def device(self) -> str:

@@ -75,21 +75,6 @@ class VllmBench(FidelityBench):
         self._in_flight = in_flight
 
     @property
-    def fingerprint(self) -> str:
-        """See `FidelityBench.fingerprint`."""
-        return self._runner.fingerprint
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """See `FidelityBench.kv_bytes_per_token`."""
-        return self._runner.kv_bytes_per_token
-
-    @property
-    def max_model_len(self) -> int:
-        """See `FidelityBench.max_model_len`."""
-        return self._runner.max_model_len
-
-    @property
     def device(self) -> str:
         """See `FidelityBench.device`."""
         return str(self._runner.engine.vllm_config.device_config.device_type)
