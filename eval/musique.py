@@ -2,6 +2,8 @@
 
 python -m eval.musique --questions 5 --arms full,full-again,reuse,query:0.15
 
+Over contexts that were retrieved (see eval.retrieval) instead of each question's own, with --retrieved FILE.
+
 On vLLM in shards, each of which the same command with the next number goes on from:
 
 python -m eval.musique --engine vllm --dtype bfloat16 --minutes 8 --shard 1/2
@@ -26,7 +28,8 @@ from eval.fidelity.evaluation import evaluate
 from eval.fidelity.reference_bench import ReferenceBench
 from eval.fidelity.shards import Clock, parse_shard
 from eval.fidelity.vllm_bench import VllmBench
-from inputs import INVENTED_PATH, load_examples
+from eval.retrieved import give_retrieved
+from inputs import INVENTED_PATH, Example, load_examples
 from pipelines.cli.failures import INTERRUPTED
 from pipelines.config import PipelineConfig, PrefixMode, make_config
 from pipelines.models import DEFAULT_MODEL
@@ -45,6 +48,13 @@ def musique(
         Path,
         typer.Option(help="MuSiQue's JSON lines or CacheBlend's JSON array.", show_default="our invented questions"),
     ] = INVENTED_PATH,
+    retrieved: Annotated[
+        Path | None,
+        typer.Option(
+            help="Take each question's contexts from this file of eval.retrieval --ids.",
+            show_default="its own contexts",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -91,7 +101,7 @@ def musique(
     host_gib: Annotated[float, typer.Option(min=0, help="GiB of chunk KV that host memory may hold.")] = 4.0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Throw away the results that --out holds.")] = False,
 ) -> None:
-    """Answer questions over their own contexts with several arms; report fidelity, scores and times.
+    """Answer questions over their own or retrieved contexts with several arms; report fidelity, scores and times.
 
     Example: python -m eval.musique --questions 3
     """
@@ -117,9 +127,14 @@ def musique(
         require_runnable(rows, engine == VLLM)
         require_among(against, rows)
         part = parse_shard(shard)
-        examples = load_examples(data)[:questions]
+        examples = _examples(data, retrieved)[:questions]
         with _bench(config, in_flight) as bench:
             typer.echo(evaluate(bench, examples, rows, arguments, part, clock), nl=False)
+
+
+def _examples(data: Path, retrieved: Path | None) -> list[Example]:
+    examples = load_examples(data)
+    return examples if retrieved is None else give_retrieved(retrieved, data, examples)
 
 
 def _engine_options(text: str | None) -> dict[str, Any]:

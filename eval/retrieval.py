@@ -5,158 +5,34 @@ are marked as supporting (MuSiQue) or, where the data do not tell, that hold one
 (CacheBlend); questions without gold are left out and counted.
 
     python -m eval.retrieval
+
+What was chosen can be carried to `eval.musique --retrieved` as ids:
+
+    python -m eval.retrieval --data FILE --ids retrieved.json
 """
 
 import json
-import re
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from math import comb
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import faiss
-import numpy as np
 import sentence_transformers
 import typer
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from eval.errors import EvalError
-from eval.provenance import ModelIdentity, provenance
-from eval.scoring import normalize_answer
-from eval.statistics import Interval, bootstrap_mean
-from inputs import INVENTED_PATH, Context, Example, distinct_contexts, load_examples
+from eval.provenance import ModelIdentity, describe_file, provenance
+from eval.retrieval_quality import Evaluation, evaluate, index_contexts, search
+from eval.retrieved import DataFile, EmbedderIdentity, RetrievedContexts
+from eval.statistics import Interval
+from inputs import INVENTED_PATH, Example, distinct_contexts, load_examples
 from pipelines.models import DEFAULT_EMBEDDER, resolve_embedder
-from retrieval.chunk import Chunk
-from retrieval.documents import Document
 from retrieval.embedding import SentenceEmbedder
-from retrieval.index import CorpusIndex
-
-RANDOM_DRAWS = 1_000
-EMBEDDED_AT_ONCE = 32
-
-Advance = Callable[[int], None]
+from retrieval.index import CorpusIndex, Hit
 
 app = typer.Typer(add_completion=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One metric of the retriever and of random choice, 0 to 1, averaged over questions.
-
-    Attributes:
-        retriever: mean and 95 % bootstrap interval over questions.
-        random_expected: what choosing k contexts at random gives on average, exactly.
-        random_drawn: the same from seeded draws, with its interval over questions.
-    """
-
-    retriever: Interval
-    random_expected: float
-    random_drawn: Interval
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """What was counted and measured; ``metrics`` has ``hit@k`` and ``recall@k``."""
-
-    questions: int
-    left_out: int
-    contexts: int
-    metrics: dict[str, Metric]
-
-
-def holds_answer(text: str, answer: str) -> bool:
-    """Whether ``text`` holds ``answer`` as whole words, both normalised as SQuAD does.
-
-    The last word may carry an s: normalisation glues a possessive's to its word ("Nazareth's"), and a
-    plural names the thing as well.
-    """
-    wanted = normalize_answer(answer)
-    pattern = rf"(?<!\S){re.escape(wanted)}s?(?!\S)"
-    return bool(wanted) and re.search(pattern, normalize_answer(text)) is not None
-
-
-def gold_contexts(example: Example) -> list[Context]:
-    """Return the supporting contexts or, where the data do not tell, those that hold one of the answers."""
-    if any(context.supporting is not None for context in example.contexts):
-        return [context for context in example.contexts if context.supporting]
-    return [
-        context for context in example.contexts if any(holds_answer(context.text, answer) for answer in example.answers)
-    ]
-
-
-def evaluate(
-    examples: list[Example], index: CorpusIndex, k: int, seed: int, advance: Advance = lambda count: None
-) -> Evaluation:
-    """Return hit@k and recall@k of ``index``, which holds all contexts of ``examples``, beside random choice.
-
-    Args:
-        examples: the questions.
-        index: as ``index_contexts`` makes it.
-        k: chunks retrieved for a question.
-        seed: of resampling and of the random draws.
-        advance: called with 1 after each question.
-
-    Raises:
-        EvalError: no question has gold.
-        RetrievalError: ``k`` is below 1.
-    """
-    gold = [{as_chunk(context).id for context in gold_contexts(example)} for example in examples]
-    asked = [(example, ids) for example, ids in zip(examples, gold, strict=True) if ids]
-    if not asked:
-        raise EvalError("No question has a context that answers it; give data with supporting contexts.")
-    found = []
-    for example, ids in asked:
-        found.append(sum(hit.chunk.id in ids for hit in index.search(example.question, k)))
-        advance(1)
-    sizes = np.array([len(ids) for _, ids in asked])
-    return Evaluation(
-        questions=len(asked),
-        left_out=len(examples) - len(asked),
-        contexts=len(index),
-        metrics=_metrics(np.array(found), sizes, len(index), k, seed),
-    )
-
-
-def as_chunk(context: Context, name: str = "") -> Chunk:
-    """Return a context as one chunk."""
-    return Chunk.whole(Document(name, context.text, context.title))
-
-
-def index_contexts(
-    contexts: list[Context], embedder: SentenceEmbedder, advance: Advance = lambda count: None
-) -> CorpusIndex:
-    """Return an index over ``contexts``, one chunk each; ``advance`` gets the number just embedded."""
-    index = CorpusIndex(embedder)
-    chunks = [as_chunk(context, f"context-{place}") for place, context in enumerate(contexts)]
-    for start in range(0, len(chunks), EMBEDDED_AT_ONCE):
-        batch = chunks[start : start + EMBEDDED_AT_ONCE]
-        index.add(batch)
-        advance(len(batch))
-    return index
-
-
-def _metrics(found: NDArray[np.int64], sizes: NDArray[np.int64], contexts: int, k: int, seed: int) -> dict[str, Metric]:
-    """Return the metrics from the number of gold contexts found and there, int64 [questions]."""
-    k = min(k, contexts)
-    misses = np.array([comb(contexts - size, k) / comb(contexts, k) for size in sizes.tolist()])
-    # How many gold contexts are among k chosen at random, [draws, questions].
-    drawn = np.random.default_rng(seed).hypergeometric(sizes, contexts - sizes, k, (RANDOM_DRAWS, sizes.size))
-    return {
-        f"hit@{k}": Metric(
-            bootstrap_mean(found > 0, seed=seed),
-            float((1 - misses).mean()),
-            bootstrap_mean((drawn > 0).mean(axis=0), seed=seed),
-        ),
-        f"recall@{k}": Metric(
-            bootstrap_mean(found / sizes, seed=seed),
-            k / contexts,
-            bootstrap_mean((drawn / sizes).mean(axis=0), seed=seed),
-        ),
-    }
 
 
 def _report(evaluation: Evaluation, arguments: dict[str, Any], embedder: SentenceEmbedder) -> dict[str, Any]:
@@ -180,7 +56,11 @@ def _table(evaluation: Evaluation, data: Path) -> Table:
             f"{100 * metric.random_expected:.2f} %",
             _percent(metric.random_drawn),
         )
-    table.caption = "means over questions with 95 % bootstrap intervals"
+    held = evaluation.answers_held
+    table.caption = (
+        f"means over questions with 95 % bootstrap intervals; an answer is in the retrieved contexts of "
+        f"{_percent(held.retrieved)} of all questions, in their own contexts of {_percent(held.own)}"
+    )
     return table
 
 
@@ -188,14 +68,29 @@ def _percent(interval: Interval) -> str:
     return f"{100 * interval.mean:.2f} % [{100 * interval.low:.2f}, {100 * interval.high:.2f}]"
 
 
-def _measure(examples: list[Example], embedder: SentenceEmbedder, k: int, seed: int) -> Evaluation:
+def _retrieve(examples: list[Example], embedder: SentenceEmbedder, k: int) -> tuple[CorpusIndex, list[list[Hit]]]:
     contexts = distinct_contexts(examples)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         embedding = progress.add_task("embedding contexts", total=len(contexts))
         index = index_contexts(contexts, embedder, lambda count: progress.advance(embedding, count))
-        asking = progress.add_task("asking questions", total=sum(1 for e in examples if gold_contexts(e)))
-        return evaluate(examples, index, k, seed, lambda count: progress.advance(asking, count))
+        asking = progress.add_task("asking questions", total=len(examples))
+        return index, search(examples, index, k, lambda count: progress.advance(asking, count))
+
+
+def _as_ids(
+    examples: list[Example], found: list[list[Hit]], data: Path, embedder: SentenceEmbedder, k: int
+) -> RetrievedContexts:
+    return RetrievedContexts(
+        data=DataFile(**describe_file(data)),
+        embedder=EmbedderIdentity(name=embedder.name, fingerprint=embedder.fingerprint),
+        contexts=len(distinct_contexts(examples)),
+        top_k=k,
+        retrieved={
+            example.id: tuple(int(hit.chunk.document_id) for hit in hits)
+            for example, hits in zip(examples, found, strict=True)
+        },
+    )
 
 
 @app.command()
@@ -210,6 +105,9 @@ def evaluate_retrieval(
     k: Annotated[int, typer.Option(min=1, help="Contexts retrieved for a question.")] = 5,
     seed: Annotated[int, typer.Option(help="Of resampling and random draws.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Where to write the result as JSON.")] = None,
+    ids: Annotated[
+        Path | None, typer.Option(help="Where to write what was chosen, for eval.musique --retrieved.")
+    ] = None,
 ) -> None:
     """Report hit@k and recall@k of the retriever beside random choice.
 
@@ -218,10 +116,13 @@ def evaluate_retrieval(
     try:
         examples = load_examples(data)
         model = SentenceEmbedder(resolve_embedder(embedder))
-        evaluation = _measure(examples, model, k, seed)
+        index, found = _retrieve(examples, model, k)
+        if ids is not None:
+            _as_ids(examples, found, data, model, k).save(ids)
+        evaluation = evaluate(examples, found, len(index), k, seed)
         Console().print(_table(evaluation, data))
         if out is not None:
-            arguments = {"data": data, "embedder": embedder, "k": k, "seed": seed, "out": out}
+            arguments = {"data": data, "embedder": embedder, "k": k, "seed": seed, "out": out, "ids": ids}
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(json.dumps(_report(evaluation, arguments, model), indent=2) + "\n")
     except (ValueError, OSError) as error:

@@ -24,6 +24,7 @@ from eval.fidelity.shards import Clock, Shard
 from eval.fidelity.summary import finished_questions, summarise
 from eval.fidelity.vllm_bench import VllmBench
 from eval.provenance import REPOSITORY, ModelIdentity, describe_file, provenance
+from eval.retrieved import describe_retrieved
 from inputs import Example
 
 
@@ -105,6 +106,7 @@ def _settings(
     return {
         "code": code_digest(REPOSITORY),
         "data": describe_file(arguments["data"]),
+        "retrieved": None if arguments["retrieved"] is None else describe_retrieved(arguments["retrieved"]),
         "questions": questions,
         "left_out": left_out,
         "model_fingerprint": bench.fingerprint,

@@ -17,7 +17,7 @@ RECORDS_FILE = "records.jsonl"
 CODE = (
     *("cacheblend", "kvstore", "retrieval", "pipelines", "inputs"),
     *(f"eval/fidelity/{name}.py" for name in ("arms", "bench", "gates", "reference_bench", "run", "vllm_bench")),
-    *("eval/layout.py", "eval/scoring.py", "eval/statistics.py"),
+    *("eval/layout.py", "eval/retrieved.py", "eval/scoring.py", "eval/statistics.py"),
 )
 """Folders and files whose sources a record depends on; those of the report are not among them."""
 MAY_DIFFER = frozenset({"arms", "tiers", "questions", "left_out"})

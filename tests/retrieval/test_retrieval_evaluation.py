@@ -7,7 +7,8 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from eval.retrieval import evaluate, evaluate_retrieval, gold_contexts, holds_answer, index_contexts
+from eval.retrieval import evaluate_retrieval
+from eval.retrieval_quality import Evaluation, evaluate, gold_contexts, holds_answer, index_contexts, search
 from inputs import Context, Example, distinct_contexts, load_invented
 from retrieval.embedding import SentenceEmbedder
 
@@ -19,12 +20,16 @@ def run_command(*arguments: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+def evaluated(examples: list[Example], embedder: SentenceEmbedder, k: int) -> Evaluation:
+    index = index_contexts(distinct_contexts(examples), embedder)
+    return evaluate(examples, search(examples, index, k), len(index), k, seed=0)
+
+
 def test_retrieval_on_the_invented_questions_is_far_above_random(embedder: SentenceEmbedder) -> None:
     examples = load_invented()
-    index = index_contexts(distinct_contexts(examples), embedder)
-    evaluation = evaluate(examples, index, k=5, seed=0)
+    evaluation = evaluated(examples, embedder, k=5)
     assert evaluation.questions == len(examples)
-    assert evaluation.contexts == len(index) >= 80
+    assert evaluation.contexts == len(distinct_contexts(examples)) >= 80
     for metric in evaluation.metrics.values():
         assert metric.retriever.low > 4 * metric.random_expected
         assert metric.random_drawn.mean == pytest.approx(metric.random_expected, abs=0.02)
@@ -54,8 +59,7 @@ def test_an_answer_is_held_as_whole_words(text: str, answer: str, held: bool) ->
 
 def test_random_choice_is_counted_by_hand(embedder: SentenceEmbedder) -> None:
     contexts = tuple(Context("", text, place < 2) for place, text in enumerate(["Cats.", "Dogs.", "Tax.", "Sea."]))
-    index = index_contexts(list(contexts), embedder)
-    evaluation = evaluate([Example("1", "Cats?", ("x",), contexts)], index, k=2, seed=0)
+    evaluation = evaluated([Example("1", "Cats?", ("x",), contexts)], embedder, k=2)
     # Of 6 pairs among 4 contexts, 1 holds neither of the 2 gold ones.
     assert evaluation.metrics["hit@2"].random_expected == pytest.approx(5 / 6)
     assert evaluation.metrics["recall@2"].random_expected == pytest.approx(1 / 2)
