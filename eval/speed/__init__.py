@@ -1,1 +1,1 @@
-"""Time to first token, full prefill and blended arms side by side in one run."""
+"""Times to first token side by side in one run, what they cost at the least, and their results read for plots."""
