@@ -12,13 +12,13 @@ class StoredRows:
     """Rows of stored KV, wherever on the device they lie, and where they go. Every attribute is [rows] int64.
 
     A chunk lies in memory as [layers, 2, tokens, kv_heads, head_dim], contiguous, keys before values. Layers are placed
-    in groups: a chunk that is copied to the device group by group takes turns between two buffers, each holding one
-    group; one that is on the device as a whole lies there with all its layers.
+    in groups: a chunk that is copied to the device group by group has room there for a few layers, which groups use in
+    turns; one that is on the device as a whole lies there with all its layers.
 
     Attributes:
-        first: elements from the buffer's start to the row's keys in the first layer of the first buffer, or of the
+        first: elements from the buffer's start to the row's keys in the first layer that there is room for, or of the
             model where the whole chunk is on the device. May reach any memory of the device.
-        turn_step: elements from one buffer to the other; 0 where the whole chunk is on the device.
+        turn_step: elements from one turn to the next; 0 where the whole chunk is on the device.
         model_step: elements from one of the model's layers to the next; 0 for chunks that take turns.
         layer_step: elements from one layer of a group to the next.
         kind_step: elements from the row's keys to its values.
@@ -85,7 +85,7 @@ def place_rows(
         rows: what lies where and goes where.
         pages: of every layer.
         rotations: of the model.
-        turn: 0 or 1, the buffer that holds the group.
+        turn: where the group lies, in steps of `rows.turn_step`.
         first_layer: of the group, counted within the model.
         layers: how many of the group are placed.
     """

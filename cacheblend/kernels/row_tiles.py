@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -88,8 +89,7 @@ def _is_large(device: torch.device) -> bool:
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= LARGE_SHARED_MEMORY
 
 
-@dataclass(frozen=True, slots=True)
-class _Tile:
+class _Tile(NamedTuple):
     """Consecutive rows of one request, with the keys they reach."""
 
     first_row: int
@@ -99,6 +99,8 @@ class _Tile:
 
     def parts(self, longest: int, block_n: int) -> list[tuple[int, int]]:
         """Key ranges of about equal length, none above `longest`, all starting at a multiple of `block_n`."""
+        if self.reach <= longest:
+            return [(0, self.reach)]
         blocks = -(-self.reach // block_n)
         count = -(-self.reach // longest)
         starts = [blocks * part // count * block_n for part in range(count)]
@@ -166,7 +168,7 @@ class RowTiles:
         """
         if kv_heads < 1 or heads % kv_heads:
             raise BlendError(f"{heads} query heads cannot share {kv_heads} kv heads: the first must be a multiple.")
-        requests, places = row_requests.tolist(), positions.tolist()
+        requests, places = row_requests.cpu(), positions.cpu()
         _require_sorted(requests, places)
         group = heads // kv_heads
         config = config or tile_config(dtype, head_dim, group, device)
@@ -177,11 +179,11 @@ class RowTiles:
             longest = _longest_part(tiles, kv_heads, config, _processors(device))
             for tile in tiles:
                 ranges = tile.parts(longest, config.block_n)
-                indices = range(parts, parts + len(ranges)) if len(ranges) > 1 else [-1]
-                of_tile = (tile.first_row, tile.rows)
-                work += [(*of_tile, tile.request, *keys, index) for keys, index in zip(ranges, indices, strict=True)]
-                if len(ranges) > 1:
-                    merges.append((*of_tile, parts, len(ranges)))
+                cut = len(ranges) > 1
+                for part, (begin, end) in enumerate(ranges, parts):
+                    work.append((tile.first_row, tile.rows, tile.request, begin, end, part if cut else -1))
+                if cut:
+                    merges.append((tile.first_row, tile.rows, parts, len(ranges)))
                     parts += len(ranges)
         # The longest start first, so that the short ones fill the gaps at the end.
         work.sort(key=lambda item: item[3] - item[4])
@@ -190,8 +192,8 @@ class RowTiles:
             merges=_on_device(merges, device).view(-1, 4),
             parts=parts,
             rows=len(places),
-            requests=max(requests, default=-1) + 1,
-            reach=max(places, default=-1) + 1,
+            requests=int(requests[-1]) + 1 if len(requests) else 0,
+            reach=int(places.max()) + 1 if len(places) else 0,
             group=group,
             config=config,
         )
@@ -203,22 +205,27 @@ def _on_device(table: list[tuple[int, ...]], device: torch.device) -> torch.Tens
     return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows.to(device)
 
 
-def _require_sorted(requests: list[int], places: list[int]) -> None:
+def _require_sorted(requests: torch.Tensor, places: torch.Tensor) -> None:
     if len(requests) != len(places):
         raise BlendError(f"{len(requests)} row requests do not fit {len(places)} positions: give one of each a row.")
-    order = list(zip(requests, places, strict=True))
-    if any(before > after for before, after in pairwise(order)):
+    steps = requests.diff()
+    if bool(((steps < 0) | ((steps == 0) & (places.diff() < 0))).any()):
         raise BlendError("rows are not sorted: sort them by request and by position within a request.")
-    if order and (requests[0] < 0 or min(places) < 0):
-        raise BlendError(f"request {requests[0]} or position {min(places)} of a row is negative: count both from 0.")
+    if len(requests) and (int(requests[0]) < 0 or int(places.min()) < 0):
+        raise BlendError(
+            f"request {int(requests[0])} or position {int(places.min())} of a row is negative: count both from 0."
+        )
 
 
-def _tiles_by_request(requests: list[int], places: list[int], tile_rows: int) -> Iterator[list[_Tile]]:
-    for request, run in groupby(range(len(requests)), key=requests.__getitem__):
-        rows = list(run)
-        firsts = range(rows[0], rows[-1] + 1, tile_rows)
-        ends = [*firsts[1:], rows[-1] + 1]
-        yield [_Tile(a, b - a, request, places[b - 1] + 1) for a, b in zip(firsts, ends, strict=True)]
+def _tiles_by_request(requests: torch.Tensor, places: torch.Tensor, tile_rows: int) -> Iterator[list[_Tile]]:
+    if not len(requests):
+        return
+    changes = (requests.diff().nonzero().flatten() + 1).tolist()
+    for begin, end in pairwise([0, *changes, len(requests)]):
+        firsts = range(begin, end, tile_rows)
+        ends = [*firsts[1:], end]
+        request, lasts = int(requests[begin]), places[torch.tensor(ends) - 1].tolist()
+        yield [_Tile(a, b - a, request, last + 1) for a, b, last in zip(firsts, ends, lasts, strict=True)]
 
 
 def _longest_part(tiles: list[_Tile], kv_heads: int, config: TileConfig, processors: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from cacheblend.errors import BlendError
+from cacheblend.kernels.layer_launch import Form, form_of
 from cacheblend.kernels.pages import PagedLayer
 from cacheblend.kernels.row_tiles import RowTiles
 from cacheblend.kernels.rows_attention_torch import attend_rows_torch
@@ -53,7 +54,7 @@ def rows_attention(
     if not query.is_cuda:
         return attend_rows_torch(query, layer, block_tables, row_requests, positions, scale)
     # Here, for triton is not installed where there is no GPU.
-    from cacheblend.kernels.rows_attention_triton import attend_rows_triton
+    from cacheblend.kernels.rows_attention_triton import RowsLaunches
 
     if tiles is None:
         tiles = RowTiles.of(
@@ -65,7 +66,9 @@ def rows_attention(
             dtype=query.dtype,
             device=query.device,
         )
-    return attend_rows_triton(query, layer, block_tables, positions, scale, tiles)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    RowsLaunches(query, layer, block_tables, positions, scale, tiles)(query, layer, out)
+    return out
 
 
 class RowsAttentionPass:
@@ -91,11 +94,11 @@ class RowsAttentionPass:
         self._row_requests = row_requests
         self._positions = positions
         self._on_host = (row_requests_cpu, positions_cpu)
-        self._tiles: RowTiles | None = None
-        self._partial: Any = None
+        self._form: tuple[Form, float] | None = None
+        self._launches: Any = None
 
     def attend(self, query: torch.Tensor, layer: PagedLayer, scale: float, out: torch.Tensor) -> None:
-        """One layer's attention; every layer has the same shapes, dtypes and strides.
+        """One layer's attention.
 
         Args:
             query: [rows, heads, head_dim].
@@ -104,27 +107,38 @@ class RowsAttentionPass:
             out: [rows, heads, head_dim] contiguous, of the query's dtype; what is written.
 
         Raises:
-            BlendError: see `rows_attention`; found with the first layer.
+            BlendError: see `rows_attention`.
         """
         if not query.is_cuda:
             rest = (self._block_tables, self._row_requests, self._positions, scale)
             out.copy_(rows_attention(query, layer.keys, layer.values, *rest))
             return
-        # Here, for triton is not installed where there is no GPU.
-        from cacheblend.kernels.rows_attention_triton import PartialResults, attend_rows_triton
+        form = form_of(query, layer.keys, layer.values, out), scale
+        if form != self._form:
+            self._launches = self._prepare(query, layer, scale, out)
+            self._form = form
+        self._launches(query, layer, out)
 
-        if self._tiles is None:
-            _require_fitting(query, layer, self._block_tables, self._row_requests, self._positions, scale)
-            self._tiles = RowTiles.of(
-                *self._on_host,
-                heads=query.shape[1],
-                kv_heads=layer.kv_heads,
-                head_dim=layer.head_dim,
-                dtype=query.dtype,
-                device=query.device,
+    def _prepare(self, query: torch.Tensor, layer: PagedLayer, scale: float, out: torch.Tensor) -> Any:
+        """Check the first layer, and another that is unlike the one before, and make its launches ready."""
+        # Here, for triton is not installed where there is no GPU.
+        from cacheblend.kernels.rows_attention_triton import RowsLaunches
+
+        _require_fitting(query, layer, self._block_tables, self._row_requests, self._positions, scale)
+        if out.shape != query.shape or out.dtype != query.dtype or not out.is_contiguous():
+            raise BlendError(
+                f"the output is {tuple(out.shape)} {out.dtype} with strides {out.stride()}: give the query's "
+                f"{tuple(query.shape)} {query.dtype}, contiguous."
             )
-            self._partial = PartialResults.of(self._tiles, layer.kv_heads, layer.head_dim)
-        attend_rows_triton(query, layer, self._block_tables, self._positions, scale, self._tiles, out, self._partial)
+        tiles = RowTiles.of(
+            *self._on_host,
+            heads=query.shape[1],
+            kv_heads=layer.kv_heads,
+            head_dim=layer.head_dim,
+            dtype=query.dtype,
+            device=query.device,
+        )
+        return RowsLaunches(query, layer, self._block_tables, self._positions, scale, tiles)
 
 
 def _require_fitting(

@@ -14,13 +14,13 @@ second kernel merges the parts in key order.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from cacheblend.errors import BlendError
+from cacheblend.kernels.layer_launch import LayerLaunch
 from cacheblend.kernels.pages import PagedLayer
 from cacheblend.kernels.row_tiles import RowTiles
 
@@ -91,12 +91,12 @@ def _attend_keys(
 @triton.jit(do_not_specialize=["table_stride"])
 def _rows_attention_kernel(
     out,
-    part_sums,
-    part_peaks,
-    part_totals,
     query,
     keys,
     values,
+    part_sums,
+    part_peaks,
+    part_totals,
     work,
     block_tables,
     positions,
@@ -215,39 +215,8 @@ def _merge_parts_kernel(
     tl.store(out_at[:, None] + dims[None, :], answer, mask=filled)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PartialResults:
-    """Room for the partial results of cut tiles; layers of one pass may share it, one after another.
-
-    Attributes:
-        sums: [parts, kv_heads, block_m, head_dim] float32.
-        peaks: [parts, kv_heads, block_m] float32.
-        totals: [parts, kv_heads, block_m] float32.
-    """
-
-    sums: torch.Tensor
-    peaks: torch.Tensor
-    totals: torch.Tensor
-
-    @classmethod
-    def of(cls, tiles: RowTiles, kv_heads: int, head_dim: int) -> PartialResults:
-        """Room on the tiles' device."""
-        sums = torch.empty((tiles.parts, kv_heads, tiles.config.block_m, head_dim), device=tiles.work.device)
-        peaks, totals = torch.empty((2, *sums.shape[:3]), device=sums.device)
-        return cls(sums, peaks, totals)
-
-
-def attend_rows_triton(
-    query: torch.Tensor,
-    layer: PagedLayer,
-    block_tables: torch.Tensor,
-    positions: torch.Tensor,
-    scale: float,
-    tiles: RowTiles,
-    out: torch.Tensor | None = None,
-    partial: PartialResults | None = None,
-) -> torch.Tensor:
-    """Launch the kernel, and the merge of cut tiles where there are any.
+class RowsLaunches:
+    """The kernel for layers whose tensors have one form, and the merge of cut tiles where there are any.
 
     Args:
         query: [rows, heads, head_dim], last stride 1, rows sorted by request and position.
@@ -256,42 +225,49 @@ def attend_rows_triton(
         positions: [rows] int32 or int64.
         scale: factor on the scores, above 0.
         tiles: made from the same rows for these heads, on the query's device.
-        out: [rows, heads, head_dim] contiguous, of the query's dtype; what is written, new by default.
-        partial: room made for these tiles; new by default.
-
-    Returns:
-        `out`.
 
     Raises:
         BlendError: `tiles` were made for other rows or heads, or reach beyond the block tables.
     """
-    _require_fitting_tiles(query, layer, block_tables, tiles)
-    dim = query.shape[2]
-    shape = {
-        "KV_HEADS": layer.kv_heads,
-        "GROUP": tiles.group,
-        "HEAD_DIM": dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-        "BLOCK_M": tiles.config.block_m,
-    }
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
-    partial = partial or PartialResults.of(tiles, layer.kv_heads, dim)
-    parts = (partial.sums, partial.peaks, partial.totals)
-    _rows_attention_kernel[(len(tiles.work) * layer.kv_heads,)](
-        out, *parts, query, layer.keys, layer.values, tiles.work, block_tables, positions.contiguous(),
-        scale * math.log2(math.e),
-        *query.stride()[:2], *layer.keys.stride()[:3], block_tables.stride(0),
-        **shape,
-        BLOCK_N=tiles.config.block_n,
-        BLOCK_SIZE=layer.block_size,
-        num_warps=tiles.config.num_warps,
-        num_stages=tiles.config.num_stages,
-        maxnreg=tiles.config.max_registers,
-    )  # fmt: skip
-    if tiles.parts:
-        grid = (len(tiles.merges) * layer.kv_heads, tiles.config.block_m // MERGE_ROWS)
-        _merge_parts_kernel[grid](out, *parts, tiles.merges, **shape, MERGE_M=MERGE_ROWS)
-    return out
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        layer: PagedLayer,
+        block_tables: torch.Tensor,
+        positions: torch.Tensor,
+        scale: float,
+        tiles: RowTiles,
+    ) -> None:
+        _require_fitting_tiles(query, layer, block_tables, tiles)
+        dim, kv_heads, config = query.shape[2], layer.kv_heads, tiles.config
+        shape = (kv_heads, tiles.group, dim, max(16, triton.next_power_of_2(dim)), config.block_m)
+        sums = torch.empty((tiles.parts, kv_heads, config.block_m, dim), device=query.device)
+        peaks, totals = torch.empty((2, *sums.shape[:3]), device=query.device)
+        self._attend = LayerLaunch(
+            _rows_attention_kernel, (len(tiles.work) * kv_heads, 1, 1),
+            sums, peaks, totals, tiles.work, block_tables, positions.contiguous(), scale * math.log2(math.e),
+            *query.stride()[:2], *layer.keys.stride()[:3], block_tables.stride(0),
+            *shape, config.block_n, layer.block_size,
+            num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
+        )  # fmt: skip
+        self._merge = LayerLaunch(
+            _merge_parts_kernel, (len(tiles.merges) * kv_heads, config.block_m // MERGE_ROWS, 1),
+            sums, peaks, totals, tiles.merges, *shape, MERGE_ROWS,
+        )  # fmt: skip
+        self._cut = tiles.parts > 0
+
+    def __call__(self, query: torch.Tensor, layer: PagedLayer, out: torch.Tensor) -> None:
+        """One layer.
+
+        Args:
+            query: of the form that the launches were made for, as the others.
+            layer: see above.
+            out: [rows, heads, head_dim] contiguous, of the query's dtype; what is written.
+        """
+        self._attend(out, query, layer.keys, layer.values)
+        if self._cut:
+            self._merge(out)
 
 
 def _require_fitting_tiles(query: torch.Tensor, layer: PagedLayer, block_tables: torch.Tensor, tiles: RowTiles) -> None:

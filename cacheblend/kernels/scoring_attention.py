@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from cacheblend.errors import BlendError
+from cacheblend.kernels.layer_launch import Form, form_of
 from cacheblend.kernels.pages import PagedLayer
 from cacheblend.kernels.row_tiles import ASSUMED_PROCESSORS, TileConfig, tile_config
 from cacheblend.kernels.scoring_attention_torch import score_attention_torch
@@ -142,6 +144,62 @@ def _processors(device: torch.device) -> int:
     return ASSUMED_PROCESSORS
 
 
+class ScoringPass:
+    """`scoring_attention` for all layers of one forward pass: what they share is checked and made ready once.
+
+    Args:
+        block_table: [max_blocks] int32 contiguous, the blocks of the context in order.
+        mass: see `scoring_attention`; every layer adds to it.
+        plan: made for the question's sizes.
+    """
+
+    def __init__(self, block_table: torch.Tensor, mass: torch.Tensor, plan: ScoringPlan) -> None:
+        self._block_table = block_table
+        self._mass = mass
+        self._plan = plan
+        self._form: tuple[Form, float] | None = None
+        self._launches: Any = None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        own_keys: torch.Tensor,
+        own_values: torch.Tensor,
+        layer: PagedLayer,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """One layer; see `scoring_attention` for the tensors.
+
+        Args:
+            query: [rows, heads, head_dim].
+            own_keys: [own, kv_heads, head_dim].
+            own_values: as `own_keys`.
+            layer: its pages.
+            scale: factor on the scores, above 0.
+            out: [rows, heads, head_dim] contiguous, of the query's dtype; what is written.
+
+        Raises:
+            BlendError: the tensors are not what the plan was made for.
+        """
+        # A kernel that is handed less than its plan says reads beyond it: a layer unlike the one before is checked.
+        form = form_of(query, own_keys, own_values, layer.keys, layer.values, out), scale
+        if form != self._form:
+            rest = (layer, self._block_table, scale, self._mass, self._plan)
+            _require_planned(query, own_keys, own_values, *rest, out)
+            if query.is_cuda and self._plan.rows:
+                # Here, for triton is not installed where there is no GPU.
+                from cacheblend.kernels.scoring_attention_triton import ScoringLaunches
+
+                self._launches = ScoringLaunches(query, own_keys, own_values, *rest)
+            self._form = form
+        if self._launches is not None:
+            self._launches(query, own_keys, own_values, layer, out)
+        elif self._plan.rows:
+            of_pages = (layer, self._block_table, scale, self._mass)
+            out.copy_(score_attention_torch(query, own_keys, own_values, *of_pages))
+
+
 def scoring_attention(
     query: torch.Tensor,
     own_keys: torch.Tensor,
@@ -176,15 +234,9 @@ def scoring_attention(
     Raises:
         BlendError: the tensors are not what the plan was made for.
     """
-    _require_planned(query, own_keys, own_values, layer, block_table, scale, mass, plan)
-    if not plan.rows:
-        return torch.empty(plan.query_shape, dtype=query.dtype, device=query.device)
-    if not query.is_cuda:
-        return score_attention_torch(query, own_keys, own_values, layer, block_table, scale, mass)
-    # Here, for triton is not installed where there is no GPU.
-    from cacheblend.kernels.scoring_attention_triton import score_attention_triton
-
-    return score_attention_triton(query, own_keys, own_values, layer, block_table, scale, mass, plan)
+    out = torch.empty(plan.query_shape, dtype=query.dtype, device=query.device)
+    ScoringPass(block_table, mass, plan).attend(query, own_keys, own_values, layer, scale, out)
+    return out
 
 
 def _require_planned(
@@ -196,8 +248,8 @@ def _require_planned(
     scale: float,
     mass: torch.Tensor,
     plan: ScoringPlan,
+    out: torch.Tensor,
 ) -> None:
-    """Called for every layer: a kernel that is handed less than its plan says reads beyond it."""
     if query.shape != plan.query_shape or own_keys.shape != plan.own_shape or own_values.shape != plan.own_shape:
         raise BlendError(
             f"query {tuple(query.shape)}, own keys {tuple(own_keys.shape)} and own values {tuple(own_values.shape)} "
@@ -229,6 +281,11 @@ def _require_planned(
         raise BlendError(
             f"mass is {tuple(mass.shape)} {mass.dtype} with strides {mass.stride()}: give "
             f"[{plan.kv_heads}, {plan.context}] float32 with contiguous rows."
+        )
+    if out.shape != plan.query_shape or out.dtype != plan.dtype or not out.is_contiguous():
+        raise BlendError(
+            f"the output is {tuple(out.shape)} {out.dtype} with strides {out.stride()}: give {plan.query_shape} "
+            f"{plan.dtype}, contiguous."
         )
     if scale <= 0:
         raise BlendError(f"scale {scale} is not above 0: give the model's own factor on the scores.")

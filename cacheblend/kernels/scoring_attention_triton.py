@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from cacheblend.kernels.layer_launch import LayerLaunch
 from cacheblend.kernels.pages import PagedLayer
 from cacheblend.kernels.scoring_attention import ScoringPlan
 
@@ -134,13 +135,13 @@ _VARYING = ["vectors", "own", "context", "parts", "table", "mass", "mass_stride"
 
 @triton.jit(do_not_specialize=_VARYING)
 def _attend_kernel(
-    sums,
-    stats,
     query,
     own_keys,
     own_values,
     keys,
     values,
+    sums,
+    stats,
     table,
     vectors,
     own,
@@ -257,10 +258,10 @@ def _merge_kernel(
 
 @triton.jit(do_not_specialize=_VARYING)
 def _tally_kernel(
-    mass,
-    stats,
     query,
     keys,
+    mass,
+    stats,
     table,
     vectors,
     context,
@@ -306,17 +307,8 @@ def _tally_kernel(
     tl.store(mass + at, tl.load(mass + at, mask=live, other=0.0) + paid, mask=live)
 
 
-def score_attention_triton(
-    query: torch.Tensor,
-    own_keys: torch.Tensor,
-    own_values: torch.Tensor,
-    layer: PagedLayer,
-    block_table: torch.Tensor,
-    scale: float,
-    mass: torch.Tensor,
-    plan: ScoringPlan,
-) -> torch.Tensor:
-    """Launch the kernels; the tally only where there is a context.
+class ScoringLaunches:
+    """The kernels for layers whose tensors have one form; the tally only where there is a context.
 
     Args:
         query: [rows, heads, head_dim], last stride 1; at least one row.
@@ -325,48 +317,67 @@ def score_attention_triton(
         layer: paged keys and values.
         block_table: [max_blocks] int32.
         scale: factor on the scores, above 0.
-        mass: [kv_heads, context] float32, last stride 1; added to in place.
+        mass: [kv_heads, context] float32, last stride 1; what is added to in place.
         plan: made for these sizes, on the query's device.
-
-    Returns:
-        [rows, heads, head_dim] contiguous, of the query's dtype.
     """
-    kv_heads, vectors, parts, dim = plan.kv_heads, plan.vectors, plan.parts, plan.head_dim
-    attend, tally = plan.attend, plan.tally
-    shape = {"GROUP": plan.heads // kv_heads, "HEAD_DIM": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
-    log2_scale = scale * math.log2(math.e)
-    strides = query.stride()[:2]
-    page_strides = layer.keys.stride()[:3]
-    out = torch.empty(plan.query_shape, dtype=query.dtype, device=query.device)
-    sums = torch.empty((parts, kv_heads, vectors, dim), dtype=torch.float32, device=query.device)
-    # Maxima of every part and of the whole, then denominators of every part and the inverse one of the whole.
-    stats = torch.empty((2 * (parts + 1), kv_heads, vectors), dtype=torch.float32, device=query.device)
-    _attend_kernel[(triton.cdiv(vectors, attend.block_m), kv_heads, parts)](
-        sums, stats, query, own_keys, own_values, layer.keys, layer.values, block_table,
-        vectors, plan.own, plan.context, log2_scale,
-        *strides, *own_keys.stride()[:2], *own_values.stride()[:2], *page_strides,
-        **shape,
-        BLOCK_M=attend.block_m,
-        BLOCK_N=attend.block_n,
-        BLOCK_SIZE=layer.block_size,
-        num_warps=attend.num_warps,
-        num_stages=attend.num_stages,
-        maxnreg=attend.max_registers,
-    )  # fmt: skip
-    _merge_kernel[(triton.cdiv(vectors, MERGE_VECTORS), kv_heads)](
-        out, sums, stats, vectors, parts,
-        **shape,
-        MERGE_M=MERGE_VECTORS,
-    )  # fmt: skip
-    if plan.context:
-        _tally_kernel[(triton.cdiv(plan.context, tally.block_m), kv_heads)](
-            mass, stats, query, layer.keys, block_table, vectors, plan.context, parts, log2_scale,
-            *strides, *page_strides, mass.stride(0),
-            **shape,
-            BLOCK_KEYS=tally.block_m,
-            BLOCK_VECTORS=tally.block_n,
-            BLOCK_SIZE=layer.block_size,
-            num_warps=tally.num_warps,
-            num_stages=tally.num_stages,
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        own_keys: torch.Tensor,
+        own_values: torch.Tensor,
+        layer: PagedLayer,
+        block_table: torch.Tensor,
+        scale: float,
+        mass: torch.Tensor,
+        plan: ScoringPlan,
+    ) -> None:
+        kv_heads, vectors, parts, dim = plan.kv_heads, plan.vectors, plan.parts, plan.head_dim
+        attend, tally = plan.attend, plan.tally
+        shape = (plan.heads // kv_heads, dim, max(16, triton.next_power_of_2(dim)))
+        log2_scale = scale * math.log2(math.e)
+        strides = query.stride()[:2]
+        page_strides = layer.keys.stride()[:3]
+        sums = torch.empty((parts, kv_heads, vectors, dim), dtype=torch.float32, device=query.device)
+        # Maxima of every part and of the whole, then denominators of every part and the inverse one of the whole.
+        stats = torch.empty((2 * (parts + 1), kv_heads, vectors), dtype=torch.float32, device=query.device)
+        self._attend = LayerLaunch(
+            _attend_kernel, (triton.cdiv(vectors, attend.block_m), kv_heads, parts),
+            sums, stats, block_table, vectors, plan.own, plan.context, log2_scale,
+            *strides, *own_keys.stride()[:2], *own_values.stride()[:2], *page_strides,
+            *shape, attend.block_m, attend.block_n, layer.block_size,
+            num_warps=attend.num_warps, num_stages=attend.num_stages, maxnreg=attend.max_registers,
         )  # fmt: skip
-    return out
+        self._merge = LayerLaunch(
+            _merge_kernel, (triton.cdiv(vectors, MERGE_VECTORS), kv_heads, 1),
+            sums, stats, vectors, parts, *shape, MERGE_VECTORS,
+        )  # fmt: skip
+        self._tally = LayerLaunch(
+            _tally_kernel, (triton.cdiv(plan.context, tally.block_m), kv_heads, 1),
+            mass, stats, block_table, vectors, plan.context, parts, log2_scale,
+            *strides, *page_strides, mass.stride(0), *shape, tally.block_m, tally.block_n, layer.block_size,
+            num_warps=tally.num_warps, num_stages=tally.num_stages,
+        )  # fmt: skip
+        self._context = plan.context
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        own_keys: torch.Tensor,
+        own_values: torch.Tensor,
+        layer: PagedLayer,
+        out: torch.Tensor,
+    ) -> None:
+        """One layer.
+
+        Args:
+            query: of the form that the launches were made for, as all the others.
+            own_keys: see above.
+            own_values: see above.
+            layer: see above.
+            out: [rows, heads, head_dim] contiguous, of the query's dtype; what is written.
+        """
+        self._attend(query, own_keys, own_values, layer.keys, layer.values)
+        self._merge(out)
+        if self._context:
+            self._tally(query, layer.keys)

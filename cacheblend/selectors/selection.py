@@ -41,10 +41,10 @@ class RowSelection:
         self._reusable = len(candidates.positions)
         if scores is not None:
             candidates = candidates.scored(scores.cpu())
-        self._chosen = candidates
         self._per_layer: list[int] = []
         if plan.selector.evidence is not Evidence.DEVIATION:
-            self._chosen = candidates.take(plan.selector.choose(candidates, plan.selector.share))
+            candidates = candidates.take(plan.selector.choose(candidates, plan.selector.share))
+        self._keep(candidates)
         self._layer_rows: dict[int, tuple[int, ...]] = {0: self.rows}
 
     def drops_at(self, layer: int) -> bool:
@@ -67,23 +67,27 @@ class RowSelection:
         Returns:
             [rows] bool, True where a row goes on.
         """
-        before = self.positions
+        before = self._positions
         if deviation is None:
             assert self._given is not None
             going_on = torch.tensor(sorted(self._given.rows_from(layer) or ()), dtype=torch.int64)
-            self._chosen = self._chosen.take(members(self._chosen.positions, going_on))
+            self._keep(self._chosen.take(members(self._chosen.positions, going_on)))
         else:
             at_candidates = members(before, self._chosen.positions.to(self._device))
             scored = self._chosen.scored(deviation[at_candidates].cpu())
-            self._chosen = scored.take(self._selector.choose(scored, self._shares[layer]))
+            self._keep(scored.take(self._selector.choose(scored, self._shares[layer])))
         self._layer_rows[layer] = self.rows
-        return members(before, self.positions)
+        return members(before, self._positions)
+
+    def _keep(self, chosen: Candidates) -> None:
+        self._chosen = chosen
+        to_compute = chosen.positions[chosen.positions >= self._start].to(self._device)
+        self._positions = torch.cat([self._fresh, to_compute]).sort().values
 
     @property
     def positions(self) -> torch.Tensor:
         """[rows] int64 ascending: fresh rows and the reusable rows chosen so far that are still to compute."""
-        chosen = self._chosen.positions[self._chosen.positions >= self._start]
-        return torch.cat([self._fresh, chosen.to(self._device)]).sort().values
+        return self._positions
 
     def count_layers(self, layers: int = 1) -> None:
         """Note that so many layers ran with the current rows."""

@@ -11,7 +11,7 @@ place.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -19,6 +19,28 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from cacheblend.kernels.rows_attention import RowsAttentionPass
 from cacheblend.vllm_backend.pages import LayerPages
 from cacheblend.vllm_backend.rows import RowBatch
+
+
+class LayerRows(NamedTuple):
+    """The rows of a pass where one layer attends.
+
+    Attributes:
+        layer: its index.
+        pages: the layer's.
+        query: [rows, heads, head_dim], rotated.
+        key: [rows, kv_heads, head_dim], rotated.
+        value: [rows, kv_heads, head_dim].
+        scale: of the scores.
+        out: [rows, heads, head_dim] contiguous, for the attention's output.
+    """
+
+    layer: int
+    pages: LayerPages
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    out: torch.Tensor
 
 
 class PassAttention(Protocol):
@@ -29,27 +51,8 @@ class PassAttention(Protocol):
         """What the attention layers find in vLLM's forward context; None for a strategy of our own."""
         ...
 
-    def attend(
-        self,
-        layer: int,
-        pages: LayerPages,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-    ) -> None:
-        """Our own attention, once the rows' KV is in the pages.
-
-        Args:
-            layer: its index.
-            pages: the layer's.
-            query: [rows, heads, head_dim], rotated.
-            key: [rows, kv_heads, head_dim], rotated.
-            value: [rows, kv_heads, head_dim].
-            scale: of the scores.
-            out: [rows, heads, head_dim] contiguous; what is written.
-        """
+    def attend(self, rows: LayerRows) -> None:
+        """Our own attention, once the rows' KV is in the pages; what is written is `rows.out`."""
         ...
 
 
@@ -90,16 +93,7 @@ class RunsAttention:
         """See `PassAttention.metadata`."""
         return self._metadata
 
-    def attend(
-        self,
-        layer: int,
-        pages: LayerPages,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-    ) -> None:
+    def attend(self, rows: LayerRows) -> None:
         """Never called: the engine's kernel has done it."""
         raise AssertionError("the engine's own kernel attends")
 
@@ -118,16 +112,7 @@ class RowsAttention:
         on_host = (rows.prompt_index_cpu, rows.positions_cpu)
         self._pass = RowsAttentionPass(tables, rows.prompt_index, rows.positions, *on_host)
 
-    def attend(
-        self,
-        layer: int,
-        pages: LayerPages,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-    ) -> None:
+    def attend(self, rows: LayerRows) -> None:
         """See `PassAttention.attend`."""
-        assert pages.paged is not None
-        self._pass.attend(query, pages.paged, scale, out)
+        assert rows.pages.paged is not None
+        self._pass.attend(rows.query, rows.pages.paged, rows.scale, rows.out)

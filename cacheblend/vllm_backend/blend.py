@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from cacheblend.kernels.kv_deviation import kv_deviation, squared_distance
 from cacheblend.plan import BlendPlan
 from cacheblend.protocols import BlendReport
 from cacheblend.reports import note_blend
@@ -223,7 +224,8 @@ class BlendBatch:
         if prompt.plan.reused:
             scores = None
             if prompt.tally is not None:
-                scores = self.ranks.sum(prompt.tally.mass.sum(0)).cpu()[Candidates.of_plan(prompt.plan).positions]
+                positions = Candidates.of_plan(prompt.plan).positions
+                scores = self.ranks.sum(prompt.tally.mass.sum(0)).cpu()[positions]
                 # The scoring pass has computed the rows before the first reused one for good.
                 fresh = fresh[fresh > prompt.plan.reused[0].start]
             prompt.selection = RowSelection(
@@ -244,22 +246,29 @@ class BlendBatch:
             if prompt.selection is not None and prompt.selection.drops_at(layer):
                 needed = prompt.selection.needs_deviation_at(layer)
                 keep = prompt.selection.narrow(layer, deviations[first:last] if needed else None)
-                prompt.rows = PromptRows(prompt.pages, prompt.rows.positions[keep])
+                prompt.rows = PromptRows(prompt.pages, prompt.selection.positions)
             kept.append(keep)
             first = last
-        return hidden.take(torch.cat(kept).to(self.forward.device))
+        # As indices: what a mask marks would have to be counted on the device, and waited for.
+        going_on = torch.cat(kept).nonzero().flatten()
+        if self.forward.device.type == "cuda":
+            going_on = going_on.pin_memory().to(self.forward.device, non_blocking=True)
+        return hidden.take(going_on)
 
     def _deviations(self, layer: int, hidden: Hidden, prompts: Sequence[_Prompt]) -> torch.Tensor:
         """[rows] float32 on the CPU: squared difference of new and stored KV, over all heads of all ranks."""
         found = []
         first = 0
+        pages = self.forward.pages[layer]
         for piece in slices(_rows(prompts), self.most_rows):
             rows = RowBatch([part for _, part in piece], self.forward.device)
             new = self.forward.keys_values(layer, hidden.take(slice(first, first + len(rows))), rows)
-            old = self.forward.pages[layer].read(rows.slots)
-            found.append(sum((n.float() - o.float()).pow(2).sum((1, 2)) for n, o in zip(new, old, strict=True)))
+            if pages.paged is not None:
+                found.append(kv_deviation(*new, pages.paged, rows.slots))
+            else:
+                found.append(squared_distance(new, pages.read(rows.slots)))
             first += len(rows)
-        return self.ranks.sum(torch.cat([torch.as_tensor(part) for part in found])).cpu()
+        return self.ranks.sum(torch.cat(found)).cpu()
 
 
 def _reason(error: Exception) -> str:

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from cacheblend.errors import UnsupportedModelError
 from cacheblend.kernels.place_rows import LayersPages
-from cacheblend.vllm_backend.attention import PassAttention, RowsAttention, RunsAttention
+from cacheblend.vllm_backend.attention import LayerRows, PassAttention, RowsAttention, RunsAttention
 from cacheblend.vllm_backend.eager import eager_kernels
 from cacheblend.vllm_backend.hidden import Hidden
 from cacheblend.vllm_backend.layer_graphs import LayerGraphs, RowsGraph
@@ -162,7 +162,7 @@ class LayersForward:
             graph.enter(index, hidden, rows.positions)
             graph.layers[index].before.replay()
             layer = graph.layers[index]
-            return self._heads(layer.key, len(rows)), self._heads(layer.value, len(rows))
+            return layer.key[: len(rows)], layer.value[: len(rows)]
         with self._context(rows, None), eager_kernels(self.device):
             return self._stop_at_attention(index, hidden.copy(), rows)
 
@@ -178,28 +178,24 @@ class LayersForward:
         attend_last: bool,
     ) -> Hidden:
         """`run` by graphs."""
-        count = len(rows)
+        count, slots = len(rows), rows.slots
         graph.enter(first, hidden, rows.positions)
-        attended = self._heads(graph.attended, count)
+        attended = graph.attended[:count].view(count, -1, self.head_dim)
         for index in range(first, last):
             if before_layer is not None:
                 before_layer(index)
             layer, pages = graph.layers[index], self.pages[index]
             layer.before.replay()
-            query, key, value = (self._heads(tensor, count) for tensor in (layer.query, layer.key, layer.value))
-            pages.write(rows.slots, key, value)
+            query, key, value = layer.query[:count], layer.key[:count], layer.value[:count]
+            pages.write(slots, key, value)
             at_the_end = index == self.num_layers - 1
             if not at_the_end or attend_last:
                 scale = self._attention[index].impl.scale
-                attention.attend(index, pages, query, key, value, scale, attended)
+                attention.attend(LayerRows(index, pages, query, key, value, scale, attended))
             if at_the_end:
                 return hidden
             layer.after.replay()
         return graph.layers[last - 1].leaving.take(slice(0, count)).copy()
-
-    def _heads(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
-        """The first rows of [rows, heads * head_dim], by head."""
-        return tensor[:rows].view(rows, -1, self.head_dim)
 
     def _capture_graphs(self, most_rows: int) -> LayerGraphs:
         hidden_size = self._config.model_config.get_hidden_size()
@@ -234,7 +230,8 @@ class LayersForward:
         def replace(_module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
             rows = output.shape[0]
             query, key, value = (x.view(rows, -1, self.head_dim) for x in args[:3])
-            attention.attend(index, pages, query, key, value, module.impl.scale, output.view(query.shape))
+            scale, attended = module.impl.scale, output.view(query.shape)
+            attention.attend(LayerRows(index, pages, query, key, value, scale, attended))
             return output
 
         handle = module.register_forward_hook(replace)

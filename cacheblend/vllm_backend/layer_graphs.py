@@ -33,7 +33,7 @@ class LayerGraph:
         before: from what enters the layer to its query, keys and values.
         after: from the attention's output to what leaves the layer.
         entering: what `before` reads; it may be overwritten.
-        query, key, value: what `before` leaves, [rows, heads * head_dim] each with its own heads, rotated.
+        query, key, value: what `before` leaves, [rows, heads, head_dim] each with its own heads, rotated.
         leaving: what `after` leaves; the next layer's `entering`.
     """
 
@@ -156,7 +156,7 @@ class LayerGraphs:
             self._begin(before)
             leaving = Hidden(*layer(positions, hidden.states, hidden.residual))
             after.capture_end()
-        query, key, value = (weak_ref_tensor(tensor) for tensor in found)
+        query, key, value = (weak_ref_tensor(t).view(len(positions), -1, module.head_size) for t in found)
         return LayerGraph(before, after, _weak(hidden), query, key, value, _weak(leaving)), leaving
 
     def _begin(self, graph: torch.cuda.CUDAGraph) -> None:

@@ -11,7 +11,8 @@ import torch
 
 from cacheblend.kernels.pages import PagedLayer
 from cacheblend.kernels.rows_attention import RowsAttentionPass
-from cacheblend.kernels.scoring_attention import ScoringPlan, scoring_attention
+from cacheblend.kernels.scoring_attention import ScoringPass, ScoringPlan
+from cacheblend.vllm_backend.attention import LayerRows
 from cacheblend.vllm_backend.pages import LayerPages
 from cacheblend.vllm_backend.rows import PromptPages, PromptRows, RowBatch
 
@@ -78,19 +79,10 @@ class ScoringAttention:
             _ScoredPrompt(part, where, tally, rows) for (part, where), tally in zip(rows, tallies, strict=True)
         ]
 
-    def attend(
-        self,
-        layer: int,
-        pages: LayerPages,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-    ) -> None:
+    def attend(self, rows: LayerRows) -> None:
         """See `PassAttention.attend`; adds to the tallies."""
         for part in self._parts:
-            part.attend(layer, pages, query, key, value, scale, out)
+            part.attend(rows)
 
 
 class _ScoredPrompt:
@@ -102,45 +94,30 @@ class _ScoredPrompt:
         self._fresh = slice(where.start, where.start + fresh)
         self._asking = slice(where.start + fresh, where.stop)
         self._more_to_come = int(part.positions[-1]) + 1 < tally.end
-        self._plan: ScoringPlan | None = None
         self._positions = rows.positions[self._fresh]
         self._positions_cpu = part.positions[:fresh]
         self._fresh_pass: RowsAttentionPass | None = None
+        self._asking_pass: ScoringPass | None = None
 
-    def attend(
-        self,
-        layer: int,
-        pages: LayerPages,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-    ) -> None:
-        """Fill this prompt's rows of `out` and add to its tally."""
-        paged, table = self._tally.context(pages)
-        if len(self._positions_cpu):
-            self._attend_fresh(paged, table, query[self._fresh], scale, out[self._fresh])
-        asking = self._asking
-        if asking.start == asking.stop:
-            return
-        query = query[asking]
-        keys, values = self._tally.own(layer, key[asking], value[asking], self._more_to_come)
-        plan = self._plan or self._make_plan(query, keys)
-        out[asking] = scoring_attention(query, keys, values, paged, table, scale, self._tally.mass, plan)
+    def attend(self, rows: LayerRows) -> None:
+        """Fill this prompt's rows of the output and add to its tally."""
+        paged, table = self._tally.context(rows.pages)
+        fresh, asking = self._fresh, self._asking
+        if fresh.start < fresh.stop:
+            self._fresh_pass = self._fresh_pass or self._make_fresh_pass(table)
+            self._fresh_pass.attend(rows.query[fresh], paged, rows.scale, rows.out[fresh])
+        if asking.start < asking.stop:
+            query = rows.query[asking]
+            keys, values = self._tally.own(rows.layer, rows.key[asking], rows.value[asking], self._more_to_come)
+            self._asking_pass = self._asking_pass or self._make_asking_pass(table, query, keys)
+            self._asking_pass.attend(query, keys, values, paged, rows.scale, rows.out[asking])
 
-    def _attend_fresh(
-        self, paged: PagedLayer, table: torch.Tensor, query: torch.Tensor, scale: float, out: torch.Tensor
-    ) -> None:
-        if self._fresh_pass is None:
-            on_host = (torch.zeros_like(self._positions_cpu), self._positions_cpu)
-            self._fresh_pass = RowsAttentionPass(
-                table[None], torch.zeros_like(self._positions), self._positions, *on_host
-            )
-        self._fresh_pass.attend(query, paged, scale, out)
+    def _make_fresh_pass(self, table: torch.Tensor) -> RowsAttentionPass:
+        on_host = (torch.zeros_like(self._positions_cpu), self._positions_cpu)
+        return RowsAttentionPass(table[None], torch.zeros_like(self._positions), self._positions, *on_host)
 
-    def _make_plan(self, query: torch.Tensor, keys: torch.Tensor) -> ScoringPlan:
-        self._plan = ScoringPlan.of(
+    def _make_asking_pass(self, table: torch.Tensor, query: torch.Tensor, keys: torch.Tensor) -> ScoringPass:
+        plan = ScoringPlan.of(
             rows=len(query),
             own=len(keys),
             context=self._tally.start,
@@ -150,4 +127,4 @@ class _ScoredPrompt:
             dtype=query.dtype,
             device=query.device,
         )
-        return self._plan
+        return ScoringPass(table, self._tally.mass, plan)

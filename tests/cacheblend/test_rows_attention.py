@@ -303,18 +303,22 @@ def kernel_cases():
 def interpret_the_kernel() -> dict[str, float]:
     """Run in a process whose triton interprets: relative error of each case against the twin in float32."""
     from cacheblend.kernels.rows_attention_torch import attend_rows_torch
-    from cacheblend.kernels.rows_attention_triton import attend_rows_triton
+    from cacheblend.kernels.rows_attention_triton import RowsLaunches
 
     errors = {}
     for name, (arguments, config) in kernel_cases().items():
         case = rows_case(**arguments)
         tiles = RowTiles.of(case.row_requests, case.positions, **case.heads(), config=config)
         assert (tiles.parts > 0) == ("cut" in name), name
-        got = attend_rows_triton(case.query, case.layer, case.block_tables, case.positions, case.scale, tiles).float()
+        launches = RowsLaunches(case.query, case.layer, case.block_tables, case.positions, case.scale, tiles)
+        once, got = torch.full((2, *case.query.shape), torch.nan, dtype=case.query.dtype)
+        launches(case.query, case.layer, once)
+        launches(case.query, case.layer, got)
+        assert torch.equal(once, got), name
         wide = PagedLayer(case.layer.keys.float(), case.layer.values.float())
         rest = (case.block_tables, case.row_requests, case.positions, case.scale)
         expected = attend_rows_torch(case.query.float(), wide, *rest)
-        errors[name] = float((got - expected).norm() / expected.norm())
+        errors[name] = float((got.float() - expected).norm() / expected.norm())
     return errors
 
 
@@ -332,7 +336,7 @@ if importlib.util.find_spec("triton"):
         assert interpreted[name] < (1e-2 if "float16" in name else 1e-5)
 
     def test_tiles_of_another_pass_are_refused_before_they_are_launched():
-        from cacheblend.kernels.rows_attention_triton import attend_rows_triton
+        from cacheblend.kernels.rows_attention_triton import RowsLaunches
 
         case = rows_case([[2, 5, 30]])
         other = rows_case([[2, 5]])
@@ -340,7 +344,7 @@ if importlib.util.find_spec("triton"):
         for wrong, message in ((other, "rows of this pass"), (far, "whole table")):
             tiles = RowTiles.of(wrong.row_requests, wrong.positions, **wrong.heads())
             with pytest.raises(BlendError, match=message):
-                attend_rows_triton(case.query, case.layer, case.block_tables, case.positions, case.scale, tiles)
+                RowsLaunches(case.query, case.layer, case.block_tables, case.positions, case.scale, tiles)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from scoring_attention_samples import ScoringCase, mass_error, scoring_case, wor
 from cacheblend.errors import BlendError
 from cacheblend.kernels.pages import PagedLayer
 from cacheblend.kernels.row_tiles import TileConfig
-from cacheblend.kernels.scoring_attention import ScoringPlan, scoring_attention
+from cacheblend.kernels.scoring_attention import ScoringPass, ScoringPlan, scoring_attention
 
 LAYOUTS = ("stacked", "packed", "apart")
 
@@ -164,6 +164,30 @@ def test_there_are_never_more_parts_than_blocks_of_keys(rows, context):
     assert 1 <= plan.parts <= max(1, -(-context // plan.attend.block_n) + -(-rows // plan.attend.block_n))
 
 
+def test_layers_of_one_pass_are_scored_as_each_alone():
+    case = scoring_case(9, 67)
+    pages = [PagedLayer(case.layer.keys * scale, case.layer.values * scale) for scale in (1.0, -1.0, 0.5)]
+    alone, together = case.no_mass(), case.no_mass()
+    scoring = ScoringPass(case.block_table, together, case.plan)
+    for turn, layer in enumerate(pages):
+        here = replace(case, layer=layer, query=case.query.roll(turn, 0), own_keys=case.own_keys.roll(turn, 0))
+        out = torch.empty_like(case.query)
+        scoring.attend(here.query, here.own_keys, here.own_values, layer, case.scale, out)
+        assert torch.equal(out, scoring_attention(*here.arguments(alone)))
+    assert torch.equal(alone, together)
+
+
+@pytest.mark.parametrize("name", ["query", "own_keys", "own_values", "out"])
+def test_a_layer_unlike_the_one_before_is_checked_again(name):
+    case = scoring_case(9, 67)
+    tensors = {"query": case.query, "own_keys": case.own_keys, "own_values": case.own_values}
+    tensors["out"] = torch.empty_like(case.query)
+    scoring = ScoringPass(case.block_table, case.no_mass(), case.plan)
+    scoring.attend(**tensors, layer=case.layer, scale=case.scale)
+    with pytest.raises(BlendError):
+        scoring.attend(**{**tensors, name: tensors[name][1:]}, layer=case.layer, scale=case.scale)
+
+
 def kernel_cases():
     """Small, for the interpreter is slow; each with its own cuts, so that ragged ends and empty parts are met."""
     return {
@@ -190,15 +214,18 @@ def kernel_cases():
 
 def interpret_the_kernels() -> dict[str, tuple[float, float, bool]]:
     """Run in a process whose triton interprets: errors of output and mass, and whether a second call gave the same."""
-    from cacheblend.kernels.scoring_attention_triton import score_attention_triton
+    from cacheblend.kernels.scoring_attention_triton import ScoringLaunches
 
     found = {}
     for name, (case, changes) in kernel_cases().items():
         plan = replace(case.plan, **changes)
         tally = case.no_mass()
-        got = score_attention_triton(*case.arguments(tally, plan))
+        launches, tensors = ScoringLaunches(*case.arguments(tally, plan)), case.arguments(tally)[:4]
+        got, again = torch.full((2, *plan.query_shape), torch.nan, dtype=plan.dtype)
+        launches(*tensors, got)
         once = tally.clone()
-        same = torch.equal(got, score_attention_triton(*case.arguments(tally, plan))) and torch.equal(tally, 2 * once)
+        launches(*tensors, again)
+        same = torch.equal(got, again) and torch.equal(tally, 2 * once)
         out, mass = case.exact()
         found[name] = (worst_row(got, out), mass_error(once, mass), same)
     return found

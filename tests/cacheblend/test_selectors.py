@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cacheblend.errors import BlendError
 from cacheblend.selectors import SELECTOR_NAMES, Candidates, Evidence, make_selector, selector_params
+from cacheblend.selectors.base import top_rows
 from cacheblend.selectors.chunk_head import ChunkHeadSelector
 from cacheblend.selectors.composed import HeadsThenSelector
 from cacheblend.selectors.deviation import DeviationSelector
@@ -294,3 +295,13 @@ def test_given_rows_travel_as_rows():
 def test_a_selector_that_cannot_travel_is_refused_and_not_sent_as_another_one(selector):
     with pytest.raises(BlendError, match="cannot travel"):
         selector_params(selector)
+
+
+@given(
+    scores=st.lists(st.sampled_from([float("-inf"), -1.0, 0.0, 0.5, 2.0, float("nan")]), max_size=40), data=st.data()
+)
+def test_the_highest_scores_are_marked_and_equal_ones_from_the_earliest_row_on(scores, data):
+    count = data.draw(st.integers(0, len(scores)))
+    tensor = torch.tensor(scores, dtype=torch.float32)
+    in_order = torch.sort(tensor, descending=True, stable=True).indices[:count]
+    assert top_rows(tensor, count).nonzero().flatten().tolist() == sorted(in_order.tolist())

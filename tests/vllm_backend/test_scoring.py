@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("vllm")
 
 from cacheblend.kernels.pages import PagedLayer
+from cacheblend.vllm_backend.attention import LayerRows
 from cacheblend.vllm_backend.rows import PromptPages, PromptRows, RowBatch, slices
 from cacheblend.vllm_backend.scoring import QuestionTally, ScoringAttention
 
@@ -76,7 +77,8 @@ def score(prompts: list[Prompt], most_rows: int) -> tuple[list[QuestionTally], l
                 for name in ("query", "key", "value")
             )
             out = torch.empty_like(query)
-            attention.attend(layer, prompts[piece[0][0]].layers[layer], query, key, value, SCALE, out)
+            pages = prompts[piece[0][0]].layers[layer]
+            attention.attend(LayerRows(layer, pages, query, key, value, SCALE, out))
             for (index, _), at, part in zip(piece, where, out.split([w.stop - w.start for w in where]), strict=True):
                 outs[index][layer, at] = part
         for (index, part), at in zip(piece, where, strict=True):
