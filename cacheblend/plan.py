@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from cacheblend.errors import BlendError
@@ -104,7 +103,11 @@ class BlendPlan:
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
         """All token ids of the prompt in order."""
-        return tuple(chain.from_iterable(segment.token_ids for segment in self.segments))
+        ids: list[int] = []
+        for segment in self.segments:
+            # A list takes a tuple whole, several times faster than an iterator over its ids.
+            ids += segment.token_ids
+        return tuple(ids)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -149,6 +152,9 @@ class BlendPlan:
 
     def with_fresh(self, reasons: Mapping[ChunkKey, str]) -> BlendPlan:
         """The plan in which the chunks named in `reasons` are fresh rows, each for the reason given."""
+        if not reasons:
+            # Whoever asks at every step of a request's way keeps what the plan has laid out already.
+            return self
         segments = tuple(
             s.as_fresh(reasons[s.identity.key]) if s.identity is not None and s.identity.key in reasons else s
             for s in self.segments

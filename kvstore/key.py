@@ -29,7 +29,8 @@ ChunkKey = NewType("ChunkKey", str)
 
 _MAGIC = b"cacheblend chunk key"
 _FINGERPRINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_MAX_TOKEN_ID = 2**63 - 1
+_FIRST_SIGN_BYTE = 15
+"""Of encoded ids: behind the count, the last byte of the first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +59,13 @@ class ChunkIdentity:
                 f"The model fingerprint {self.fingerprint!r} is not usable as a name; "
                 "give letters, digits, '.', '_' or '-'."
             )
-        object.__setattr__(self, "prefix_ids", _checked_ids(self.prefix_ids, "prefix"))
-        object.__setattr__(self, "token_ids", _checked_ids(self.token_ids, "chunk"))
-        if not self.token_ids:
+        prefix_ids, encoded_prefix = _checked_ids(self.prefix_ids, "prefix")
+        token_ids, encoded_chunk = _checked_ids(self.token_ids, "chunk")
+        if not token_ids:
             raise StoreError("A chunk of 0 tokens has no KV to store; leave empty chunks out.")
-        object.__setattr__(self, "key", _key_of(self))
+        object.__setattr__(self, "prefix_ids", prefix_ids)
+        object.__setattr__(self, "token_ids", token_ids)
+        object.__setattr__(self, "key", _key_of(self.fingerprint, encoded_prefix, encoded_chunk))
 
     @property
     def base_position(self) -> int:
@@ -95,13 +98,13 @@ def content_digest(token_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(_encoded_ids(token_ids)).digest()
 
 
-def _key_of(identity: ChunkIdentity) -> ChunkKey:
-    fingerprint = identity.fingerprint.encode()
+def _key_of(fingerprint: str, encoded_prefix: bytes, encoded_chunk: bytes) -> ChunkKey:
+    name = fingerprint.encode()
     digest = hashlib.sha256(_MAGIC)
-    digest.update(struct.pack("<IQ", FORMAT_VERSION, len(fingerprint)))
-    digest.update(fingerprint)
-    digest.update(_encoded_ids(identity.prefix_ids))
-    digest.update(_encoded_ids(identity.token_ids))
+    digest.update(struct.pack("<IQ", FORMAT_VERSION, len(name)))
+    digest.update(name)
+    digest.update(encoded_prefix)
+    digest.update(encoded_chunk)
     return ChunkKey(digest.hexdigest())
 
 
@@ -109,11 +112,17 @@ def _encoded_ids(ids: Sequence[int]) -> bytes:
     return struct.pack(f"<Q{len(ids)}q", len(ids), *ids)
 
 
-def _checked_ids(ids: Sequence[int], what: str) -> tuple[int, ...]:
+def _checked_ids(ids: Sequence[int], what: str) -> tuple[tuple[int, ...], bytes]:
+    """The ids as plain integers, and encoded."""
     try:
         plain = tuple(map(operator.index, ids))
     except TypeError as error:
         raise StoreError(f"The {what}'s token ids must be integers: {error}.") from error
-    if plain and not (min(plain) >= 0 and max(plain) <= _MAX_TOKEN_ID):
-        raise StoreError(f"The {what}'s token ids go from {min(plain)} to {max(plain)}; give ids from 0 up.")
-    return plain
+    try:
+        encoded = _encoded_ids(plain)
+    except struct.error:
+        encoded = None
+    # Every request hashes all its chunks, and looking at the encoding's sign bits costs a tenth of `min` and `max`.
+    if encoded is None or not encoded[_FIRST_SIGN_BYTE::8].isascii():
+        raise StoreError(f"The {what}'s token ids go from {min(plain)} to {max(plain)}; give ids from 0 to 2**63 - 1.")
+    return plain, encoded

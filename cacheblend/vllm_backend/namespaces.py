@@ -15,10 +15,11 @@ import hashlib
 import json
 import uuid
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cacheblend.plan import BlendPlan
+from cacheblend.plan import BlendPlan, Span
 from cacheblend.protocols import BlendReport
 from cacheblend.selectors.base import Evidence
 from cacheblend.selectors.given import GivenRowsSelector, LayerRows
@@ -28,6 +29,9 @@ CODE_VERSION = 1
 
 NAMESPACES_KEPT = 2_048
 
+_HASH_BYTES = 32
+"""Of a block's hash, as vLLM's SHA-256 has; it takes any length."""
+
 
 @dataclass
 class Namespace:
@@ -36,6 +40,7 @@ class Namespace:
     Attributes:
         plan_digest: of all that the KV depends on.
         salt: what the blocks' hashes start from; new whenever the namespace is.
+        told_tokens: tokens at the prompt's start that the plan's digest tells, so all its requests have the same.
         leader: the request that blends for all who wait, if one does.
         layer_rows: the rows it recomputed; None until then.
         report: what it did.
@@ -43,6 +48,7 @@ class Namespace:
 
     plan_digest: str
     salt: str
+    told_tokens: int
     leader: str | None = None
     layer_rows: LayerRows | None = None
     report: BlendReport | None = None
@@ -60,7 +66,8 @@ class Namespaces:
         namespace = self._by_digest.get(digest)
         if namespace is None:
             # The nonce makes blocks of a namespace that was dropped unreachable.
-            namespace = Namespace(digest, f"cacheblend:{digest}:{uuid.uuid4().hex}")
+            salt = f"cacheblend:{digest}:{uuid.uuid4().hex}"
+            namespace = Namespace(digest, salt, _told_spans(plan)[-1].end)
             self._by_digest[digest] = namespace
         self._by_digest.move_to_end(digest)
         while len(self._by_digest) > NAMESPACES_KEPT:
@@ -73,17 +80,20 @@ class Namespaces:
             del self._by_digest[namespace.plan_digest]
 
 
-def enter(request: Any, namespace: Namespace, exact_blocks: int) -> None:
+def enter(request: Any, namespace: Namespace, exact_blocks: int, hash_block: int) -> None:
     """Give a request that is not scheduled yet the hashes of a namespace.
 
     Args:
-        request: vLLM's.
+        request: vLLM's; its prompt begins as the namespace's plan does.
         namespace: where its blocks belong.
         exact_blocks: blocks at its start that hold exact KV.
+        hash_block: tokens of a block.
     """
     exact = list(request.block_hashes[:exact_blocks])
     request.cache_salt = f"{request.cache_salt or ''}{namespace.salt}"
-    _hash_again(request)
+    # The salt stands for all ids of these blocks already: vLLM hashes only what follows, chained to them.
+    request.block_hashes[:] = _hashes(request.cache_salt, namespace.told_tokens // hash_block)
+    request.update_block_hashes()
     # The last hash stays salted even if its block is exact: those of blocks filled later are chained to it.
     kept = max(0, min(len(exact), len(request.block_hashes) - 1))
     request.block_hashes[:kept] = exact[:kept]
@@ -97,24 +107,33 @@ def leave(request: Any, own_salt: str | None) -> None:
         own_salt: what it came with.
     """
     request.cache_salt = own_salt
-    _hash_again(request)
-
-
-def _hash_again(request: Any) -> None:
     request.block_hashes.clear()
     request.update_block_hashes()
+
+
+def _hashes(salt: str, blocks: int) -> list[bytes]:
+    """One hash for each of the first blocks, by place: hashing a block's ids costs as much as hundreds of these."""
+    drawn = hashlib.shake_256(salt.encode()).digest(_HASH_BYTES * blocks)
+    return [drawn[at : at + _HASH_BYTES] for at in range(0, len(drawn), _HASH_BYTES)]
+
+
+def _told_spans(plan: BlendPlan) -> Sequence[Span]:
+    """What the KV depends on: the question too, where the choice of rows does."""
+    assert plan.selector is not None
+    return plan.spans if plan.selector.evidence is Evidence.ATTENTION else plan.spans[:-1]
 
 
 def _digest(plan: BlendPlan, own_salt: str | None) -> str:
     selector = plan.selector
     assert selector is not None
-    spans = plan.spans if selector.evidence is Evidence.ATTENTION else plan.spans[:-1]
     described = {
         "version": CODE_VERSION,
         "salt": own_salt,
         "selector": [selector.spec, selector.layers if isinstance(selector, GivenRowsSelector) else None],
-        "spans": [(s.start, s.end, s.segment.identity.key if s.segment.identity else None) for s in spans],
-        # The question too, where the choice of rows depends on it.
-        "ids": plan.token_ids[: spans[-1].end],
+        # A key stands for its chunk's ids, and is no list of ids.
+        "spans": [
+            (s.start, s.end, s.segment.identity.key if s.segment.identity else s.segment.token_ids)
+            for s in _told_spans(plan)
+        ],
     }
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()

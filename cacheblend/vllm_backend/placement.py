@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import cache
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +21,13 @@ from cacheblend.vllm_backend.rows import PromptPages
 from kvstore.chunk import ChunkKV
 
 LAYERS_TOGETHER = 4
-"""Layers that are copied to the GPU with one call a chunk, at most."""
+"""Layers that are copied to the GPU with one call a chunk, at most; twice as many have room there."""
+
+COPIED_AT_ONCE, COPIED_BEFORE_ROWS = 2, 3
+"""Groups whose copies start before the table of rows is made, and before the first pass's own rows are.
+
+They keep the link busy meanwhile. More would have those small tables wait behind them, and the first layer with them.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,9 +114,9 @@ class PlainPlacement:
 class StagedPlacement:
     """Places a few layers with one kernel, from the device's memory.
 
-    Where the pages are strided views. Chunks on the host are copied, a few layers ahead, on a stream of its own: two
-    buffers take turns, so that the next layers arrive while those of the other buffer are placed and computed. Chunks
-    that are on the device already are read where they are.
+    Where the pages are strided views. Chunks on the host are copied, a few layers ahead, on a stream of its own into a
+    ring of layers, so that the next ones arrive while those before them are placed and computed. Chunks that are on the
+    device already are read where they are.
     """
 
     def __init__(
@@ -125,56 +132,66 @@ class StagedPlacement:
         self._device = device
         self._stream = stream
         self._next = 0
-        sizes = group_sizes(len(pages.layer_offsets))
-        self._groups = list(pairwise(accumulate(sizes, initial=0)))
-        self._staged = [span for span in spans if not span.chunk.kv.is_cuda]
-        per_chunk = [span.chunk.kv[0].numel() * max(sizes) for span in self._staged]
-        self._offsets = list(accumulate(per_chunk, initial=0))
-        self._buffers = torch.empty(2, self._offsets[-1], dtype=pages.keys.dtype, device=device)
-        # A blend that fails lets go of them while copies may still be under way.
-        self._buffers.record_stream(stream)
-        self._arrived = [torch.cuda.Event(), torch.cuda.Event()]
-        # The buffers may be memory that earlier work on the main stream still reads.
-        stream.wait_stream(torch.cuda.current_stream(device))
-        for group in (0, 1):
-            self._copy(group)
+        self._groups = layer_groups(len(pages.layer_offsets))
+        self._staged = [span.chunk.kv for span in spans if not span.chunk.kv.is_cuda]
+        room = ring_layers(len(pages.layer_offsets))
+        sizes = [room * kv[0].numel() for kv in self._staged]
+        self._offsets = list(accumulate(sizes, initial=0))
+        self._buffer = torch.empty(self._offsets[-1], dtype=pages.keys.dtype, device=device)
+        # A blend that fails lets go of it while copies may still be under way.
+        self._buffer.record_stream(stream)
+        parts = self._buffer.split(sizes)
+        self._rings = [part.view(room, *kv.shape[1:]) for part, kv in zip(parts, self._staged, strict=False)]
+        self._arrived = [torch.cuda.Event() for _ in self._groups]
+        self._copied = 0 if self._staged else len(self._groups)
+        self._copy_ahead(COPIED_AT_ONCE)
         self._rows = self._lay_out(spans)
+        self._copy_ahead(COPIED_BEFORE_ROWS)
 
     def is_due(self, layer: int) -> bool:
         """See `LayerPlacement.is_due`."""
-        return self._next < len(self._groups) and self._groups[self._next][0] <= layer
+        return self._next < len(self._groups) and self._groups[self._next].first <= layer
 
     def ensure(self, layer: int) -> None:
         """See `LayerPlacement.ensure`."""
         while self.is_due(layer):
             self._place(self._next)
             self._next += 1
+            self._copy_ahead(len(self._groups))
 
-    def _place(self, group: int) -> None:
-        first, last = self._groups[group]
+    def _place(self, index: int) -> None:
         if self._staged:
-            self._arrived[group % 2].wait()
-        place_rows(self._buffers, self._rows, self._pages, self._rotations, group % 2, first, last - first)
-        if self._staged:
+            self._arrived[index].wait()
+        group = self._groups[index]
+        place_rows(self._buffer, self._rows, self._pages, self._rotations, group.turn, group.first, group.layers)
+
+    def _copy_ahead(self, end: int) -> None:
+        """Start copying the groups before `end` whose room in the ring is free."""
+        ready = self._copied
+        while ready < min(end, len(self._groups)) and self._groups[ready].after < self._next:
+            ready += 1
+        if ready > self._copied:
+            # What is queued on the main stream may still read that room: placements, and at first earlier work.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            self._copy(group + 2)
+        while self._copied < ready:
+            self._copy(self._copied)
+            self._copied += 1
 
-    def _copy(self, group: int) -> None:
-        """Start copying a group of layers into the buffer whose turn it is."""
-        if group >= len(self._groups) or not self._staged:
-            return
-        first, last = self._groups[group]
+    def _copy(self, index: int) -> None:
+        """Start copying a group of layers."""
+        group = self._groups[index]
         with torch.cuda.stream(self._stream):
-            for span, start in zip(self._staged, self._offsets, strict=False):
-                kv = span.chunk.kv[first:last]
-                self._buffers[group % 2, start : start + kv.numel()].view(kv.shape).copy_(kv, non_blocking=True)
-            self._arrived[group % 2].record(self._stream)
+            for ring, kv in zip(self._rings, self._staged, strict=True):
+                room = ring[group.turn : group.turn + group.layers]
+                room.copy_(kv[group.first : group.first + group.layers], non_blocking=True)
+            self._arrived[index].record(self._stream)
 
     def _lay_out(self, spans: Sequence[PlacedSpan]) -> StoredRows:
         """One table on the host, one copy to the device."""
         starts = iter(self._offsets)
-        base, size = self._buffers.data_ptr(), self._buffers.element_size()
-        table = np.empty((8, sum(span.length for span in spans)), dtype=np.int64)
+        base, size = self._buffer.data_ptr(), self._buffer.element_size()
+        pinned = torch.empty(8, sum(span.length for span in spans), dtype=torch.int64, pin_memory=True)
+        table = pinned.numpy()
         filled = 0
         for span in spans:
             kv = span.chunk.kv
@@ -182,16 +199,51 @@ class StagedPlacement:
             if kv.is_cuda:
                 first, turn, model = (kv.data_ptr() - base) // size, 0, layer
             else:
-                first, turn, model = next(starts), self._offsets[-1], 0
+                first, turn, model = next(starts), layer, 0
             part = table[:, filled : filled + span.length]
             within = np.arange(span.rows.start, span.rows.stop)
             part[0] = first + within * row
             part[1:5] = [[turn], [model], [layer], [layer // 2]]
             part[5] = within + span.chunk.identity.base_position
             part[6] = within + span.span.start
-            part[7] = span.prompt.slots(torch.from_numpy(part[6])).numpy()
+            part[7] = span.prompt.all_slots[span.start : span.span.end].numpy()
             filled += span.length
-        return StoredRows(*torch.from_numpy(table).pin_memory().to(self._device, non_blocking=True))
+        return StoredRows(*pinned.to(self._device, non_blocking=True))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that travel together.
+
+    Attributes:
+        first: the first one.
+        layers: how many.
+        turn: where in the ring the first one lies.
+        after: index of the last group before it that lies where it will; -1 if there is none.
+    """
+
+    first: int
+    layers: int
+    turn: int
+    after: int
+
+
+def ring_layers(layers: int) -> int:
+    """Layers of a model of `layers` that have room on their way."""
+    return 2 * min(LAYERS_TOGETHER, layers)
+
+
+@cache
+def layer_groups(layers: int) -> tuple[LayerGroup, ...]:
+    """The groups that a model of `layers` travels in, each in one piece of the ring."""
+    groups: list[LayerGroup] = []
+    first = turn = 0
+    for size in group_sizes(layers):
+        turn = turn if turn + size <= ring_layers(layers) else 0
+        before = [i for i, g in enumerate(groups) if g.turn < turn + size and turn < g.turn + g.layers]
+        groups.append(LayerGroup(first, size, turn, max(before, default=-1)))
+        first, turn = first + size, turn + size
+    return tuple(groups)
 
 
 def group_sizes(layers: int) -> list[int]:
@@ -208,9 +260,9 @@ def group_sizes(layers: int) -> list[int]:
 
 
 def staging_bytes(rows: int, forward: LayersForward) -> int:
-    """Bytes of the two buffers through which `rows` rows of chunks on the host come to a GPU."""
+    """Bytes of the ring through which `rows` rows of chunks on the host come to a GPU."""
     row = 2 * forward.kv_heads * forward.head_dim * forward.dtype.itemsize
-    return 2 * min(LAYERS_TOGETHER, forward.num_layers) * rows * row
+    return ring_layers(forward.num_layers) * rows * row
 
 
 def _slots(spans: Sequence[PlacedSpan], device: torch.device) -> torch.Tensor:

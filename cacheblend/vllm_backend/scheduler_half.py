@@ -284,7 +284,8 @@ class SchedulerHalf:
             namespaces.leave(tracked.request, tracked.own_salt)
         tracked.namespace = self._namespaces.of(plan, tracked.own_salt)
         if self._prefix_caching:
-            namespaces.enter(tracked.request, tracked.namespace, tracked.first_reused // self._hash_block)
+            exact = tracked.first_reused // self._hash_block
+            namespaces.enter(tracked.request, tracked.namespace, exact, self._hash_block)
 
     def _prefill_plainly(self, tracked: Tracked, reason: str | None = None) -> None:
         self._stop_leading(tracked)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,11 +49,28 @@ def test_lists_of_ids_make_the_same_identity_as_tuples():
 
 @pytest.mark.parametrize(
     "parts",
-    [("m", (), ()), ("m", (), (-1,)), ("m", (), (2**63,)), ("m", (), (1.5,)), ("", (), (1,)), ("../x", (), (1,))],
+    [
+        ("m", (), ()),
+        ("m", (), (-1,)),
+        ("m", (), (1, -(2**63), 2)),
+        ("m", (-1,), (1,)),
+        ("m", (), (2**63,)),
+        ("m", (), (1, 2**64 + 1)),
+        ("m", (), (1.5,)),
+        ("", (), (1,)),
+        ("../x", (), (1,)),
+    ],
 )
 def test_an_identity_that_makes_no_sense_is_refused(parts):
     with pytest.raises(StoreError):
         ChunkIdentity(*parts)
+
+
+def test_ids_of_every_size_up_to_the_largest_are_taken_and_numpys_become_plain_ones():
+    assert ChunkIdentity("m", (), (0, 255, 2**62, 2**63 - 1)).token_ids == (0, 255, 2**62, 2**63 - 1)
+    of_numpy = ChunkIdentity("m", (), tuple(np.array([128, 32768])))
+    assert of_numpy.key == ChunkIdentity("m", (), (128, 32768)).key
+    assert {type(token) for token in of_numpy.token_ids} == {int}
 
 
 @pytest.mark.parametrize("layout", [(1, 1), (-1, 2), (0, 0)])

@@ -144,18 +144,19 @@ class HashingRequest:
         self.update_block_hashes()
 
 
-def any_namespace(seed=1):
-    return Namespaces().of(plan_of([identity_of(seed)], SELECTORS[0]))
+def any_namespace(seed=1, told_tokens=4):
+    """Of a plan whose KV depends on so many ids at the prompt's start."""
+    return Namespaces().of(plan_of([identity_of(seed, told_tokens)], SELECTORS[0]))
 
 
 SALTS = st.sampled_from([None, "tenant"])
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(0, 20), st.integers(0, 6), SALTS)
-def test_leaving_gives_a_request_its_own_hashes_back(tokens, exact_blocks, salt):
+@given(st.integers(1, 20), st.integers(0, 6), st.data(), SALTS)
+def test_leaving_gives_a_request_its_own_hashes_back(tokens, exact_blocks, data, salt):
     request, untouched = HashingRequest(range(tokens), salt), HashingRequest(range(tokens), salt)
-    enter(request, any_namespace(), exact_blocks)
+    enter(request, any_namespace(told_tokens=data.draw(st.integers(1, tokens))), exact_blocks, BLOCK)
     leave(request, salt)
     for one in (request, untouched):
         one.decode(range(10))
@@ -168,21 +169,23 @@ def test_leaving_gives_a_request_its_own_hashes_back(tokens, exact_blocks, salt)
 def test_exact_blocks_at_the_head_keep_their_hashes_and_the_others_do_not(tokens, data, salt):
     exact_blocks = data.draw(st.integers(0, tokens // BLOCK - 1))
     plain, request = HashingRequest(range(tokens), salt), HashingRequest(range(tokens), salt)
-    enter(request, any_namespace(), exact_blocks)
+    enter(request, any_namespace(told_tokens=data.draw(st.integers(1, tokens))), exact_blocks, BLOCK)
     assert len(request.block_hashes) == len(plain.block_hashes)
     assert request.block_hashes[:exact_blocks] == plain.block_hashes[:exact_blocks]
     assert set(request.block_hashes[exact_blocks:]).isdisjoint(plain.block_hashes)
 
 
 @settings(max_examples=200, deadline=None)
-@example(tokens=6, first_reused=4, decoded=2)
-@example(tokens=3, first_reused=0, decoded=1)
-@given(st.integers(1, 24), st.integers(0, 23), st.integers(0, 12))
-def test_no_block_from_the_first_reused_row_on_is_ever_found_as_an_exact_one(tokens, first_reused, decoded):
+@example(tokens=6, first_reused=4, told_tokens=5, decoded=2)
+@example(tokens=3, first_reused=0, told_tokens=1, decoded=1)
+@given(st.integers(1, 24), st.integers(0, 23), st.integers(1, 24), st.integers(0, 12))
+def test_no_block_from_the_first_reused_row_on_is_ever_found_as_an_exact_one(
+    tokens, first_reused, told_tokens, decoded
+):
     """Also a block that the prompt leaves unfilled, and the answer fills."""
     first_reused = min(first_reused, tokens - 1)
     plain, request = HashingRequest(range(tokens)), HashingRequest(range(tokens))
-    enter(request, any_namespace(), first_reused // BLOCK)
+    enter(request, any_namespace(told_tokens=min(told_tokens, tokens)), first_reused // BLOCK, BLOCK)
     for one in (plain, request):
         one.decode(range(100, 100 + decoded))
     assert len(request.block_hashes) == len(plain.block_hashes)
@@ -191,7 +194,7 @@ def test_no_block_from_the_first_reused_row_on_is_ever_found_as_an_exact_one(tok
 
 def test_with_no_exact_block_every_hash_is_the_namespaces():
     plain, request = HashingRequest(range(12)), HashingRequest(range(12))
-    enter(request, any_namespace(), 0)
+    enter(request, any_namespace(), 0, BLOCK)
     assert len(request.block_hashes) == 3
     assert set(request.block_hashes).isdisjoint(plain.block_hashes)
 
@@ -200,18 +203,41 @@ def test_requests_of_one_namespace_find_one_anothers_blocks_and_those_of_two_do_
     namespace, other = any_namespace(1), any_namespace(2)
     requests = [HashingRequest(range(12)) for _ in range(3)]
     for request, where in zip(requests, (namespace, namespace, other), strict=True):
-        enter(request, where, 1)
+        enter(request, where, 1, BLOCK)
     first, second, apart = (request.block_hashes for request in requests)
     assert first == second
     assert first[0] == apart[0]
     assert set(first[1:]).isdisjoint(apart)
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 24), st.data())
+def test_requests_of_one_namespace_share_blocks_exactly_as_far_as_their_ids_are_the_same(told_tokens, data):
+    """What the plan tells they have in common; what follows it (a question, an answer) may differ."""
+    namespace = any_namespace(told_tokens=told_tokens)
+    tails = [data.draw(st.lists(st.integers(0, 1), max_size=9)) for _ in range(2)]
+    one, other = (HashingRequest([*range(100, 100 + told_tokens), *tail]) for tail in tails)
+    for request in (one, other):
+        enter(request, namespace, 0, BLOCK)
+    for end in range(BLOCK, min(len(one.token_ids), len(other.token_ids)) + 1, BLOCK):
+        found = one.block_hashes[end // BLOCK - 1] == other.block_hashes[end // BLOCK - 1]
+        assert found == (one.token_ids[:end] == other.token_ids[:end])
+    for request in (one, other):
+        assert len(set(request.block_hashes)) == len(request.block_hashes) == len(request.token_ids) // BLOCK
+
+
+@pytest.mark.parametrize("selector", [make_selector("none"), make_selector("query", 0.25)], ids=lambda s: s.spec)
+def test_a_namespace_tells_the_question_only_where_the_choice_of_rows_depends_on_it(selector):
+    plan = plan_of([CHUNKS[0]], selector)
+    told = plan.length if selector.evidence is Evidence.ATTENTION else plan.question.start
+    assert Namespaces().of(plan).told_tokens == told
+
+
 def test_requests_with_salts_of_their_own_stay_apart_in_one_namespace():
     namespace = any_namespace()
     one, other = HashingRequest(range(12), "a"), HashingRequest(range(12), "b")
     for request in (one, other):
-        enter(request, namespace, 1)
+        enter(request, namespace, 1, BLOCK)
     assert set(one.block_hashes).isdisjoint(other.block_hashes)
 
 
