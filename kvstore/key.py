@@ -19,6 +19,7 @@ import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NewType
 
 from kvstore.errors import StoreError
@@ -59,7 +60,7 @@ class ChunkIdentity:
                 f"The model fingerprint {self.fingerprint!r} is not usable as a name; "
                 "give letters, digits, '.', '_' or '-'."
             )
-        prefix_ids, encoded_prefix = _checked_ids(self.prefix_ids, "prefix")
+        prefix_ids, encoded_prefix = _checked_prefix(tuple(self.prefix_ids))
         token_ids, encoded_chunk = _checked_ids(self.token_ids, "chunk")
         if not token_ids:
             raise StoreError("A chunk of 0 tokens has no KV to store; leave empty chunks out.")
@@ -110,6 +111,12 @@ def _key_of(fingerprint: str, encoded_prefix: bytes, encoded_chunk: bytes) -> Ch
 
 def _encoded_ids(ids: Sequence[int]) -> bytes:
     return struct.pack(f"<Q{len(ids)}q", len(ids), *ids)
+
+
+@lru_cache(maxsize=256)
+def _checked_prefix(ids: tuple[int, ...]) -> tuple[tuple[int, ...], bytes]:
+    """`_checked_ids` of a prefix, remembered: the chunks of a corpus share one, and it may be longer than they are."""
+    return _checked_ids(ids, "prefix")
 
 
 def _checked_ids(ids: Sequence[int], what: str) -> tuple[tuple[int, ...], bytes]:

@@ -149,7 +149,7 @@ class ScoringPass:
 
     Args:
         block_table: [max_blocks] int32 contiguous, the blocks of the context in order.
-        mass: see `scoring_attention`; every layer adds to it.
+        mass: see `scoring_attention`; layers add to it.
         plan: made for the question's sizes.
     """
 
@@ -168,6 +168,7 @@ class ScoringPass:
         layer: PagedLayer,
         scale: float,
         out: torch.Tensor,
+        tally: bool = True,
     ) -> None:
         """One layer; see `scoring_attention` for the tensors.
 
@@ -178,6 +179,7 @@ class ScoringPass:
             layer: its pages.
             scale: factor on the scores, above 0.
             out: [rows, heads, head_dim] contiguous, of the query's dtype; what is written.
+            tally: whether this layer adds to the mass.
 
         Raises:
             BlendError: the tensors are not what the plan was made for.
@@ -194,9 +196,10 @@ class ScoringPass:
                 self._launches = ScoringLaunches(query, own_keys, own_values, *rest)
             self._form = form
         if self._launches is not None:
-            self._launches(query, own_keys, own_values, layer, out)
+            self._launches(query, own_keys, own_values, layer, out, tally)
         elif self._plan.rows:
-            of_pages = (layer, self._block_table, scale, self._mass)
+            mass = self._mass if tally else torch.zeros_like(self._mass)
+            of_pages = (layer, self._block_table, scale, mass)
             out.copy_(score_attention_torch(query, own_keys, own_values, *of_pages))
 
 

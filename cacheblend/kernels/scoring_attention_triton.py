@@ -367,6 +367,7 @@ class ScoringLaunches:
         own_values: torch.Tensor,
         layer: PagedLayer,
         out: torch.Tensor,
+        tally: bool = True,
     ) -> None:
         """One layer.
 
@@ -376,8 +377,9 @@ class ScoringLaunches:
             own_values: see above.
             layer: see above.
             out: [rows, heads, head_dim] contiguous, of the query's dtype; what is written.
+            tally: whether it adds to the mass.
         """
         self._attend(query, own_keys, own_values, layer.keys, layer.values)
         self._merge(out)
-        if self._context:
+        if tally and self._context:
             self._tally(query, layer.keys)

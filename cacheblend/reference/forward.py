@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from cacheblend.reference.attention import attend_rows, attention_mass
 from cacheblend.reference.rows import RowBatch
 from cacheblend.reference.sequence import RunningSequence
+from cacheblend.selectors.query import first_tallied_layer
 
 ATTENTION_NAME = "cacheblend_rows"
 
@@ -114,7 +115,8 @@ class RowsForward:
             hidden: [1, rows, hidden].
             rows: the batch; each sequence's KV must be there for every earlier position of its rows.
             rotary: from `rotary`.
-            tally: by sequence id, [positions] float32 that attention mass from the question's rows is added to.
+            tally: by sequence id, [positions] float32 that attention mass from the question's rows is added to, from
+                `first_tallied_layer` on.
 
         Returns:
             [1, rows, hidden].
@@ -127,7 +129,7 @@ class RowsForward:
                 keys, values = sequence.keys(layer), sequence.values(layer)
                 keys[:, positions], values[:, positions] = k[:, where], v[:, where]
                 out[:, where] = attend_rows(q[:, where], keys, values, part.blocks, scaling)
-                if tally is not None and sequence.id in tally:
+                if tally is not None and sequence.id in tally and layer >= first_tallied_layer(self.num_layers):
                     asking = positions >= sequence.plan.question.start
                     mass = attention_mass(q[:, where][:, asking], keys, positions[asking], scaling)
                     tally[sequence.id][: len(mass)] += mass

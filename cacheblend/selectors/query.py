@@ -1,8 +1,10 @@
 """`query`: the rows the question attends to.
 
-The question is run once over the reused KV; the attention it pays to each cached key, summed over all layers,
-heads and question rows, ranks the rows. Query-guided selection is the common idea of ProphetKV, FusionRAG and
-QCFuse (2026); this is its plainest form.
+The question is run once over the reused KV; the attention it pays to each cached key, summed over heads, question
+rows and the second half of the layers, ranks the rows. Query-guided selection is the common idea of ProphetKV,
+FusionRAG and QCFuse (2026). Which layers is ours, found on calibration data
+(`eval/results/2026-11-30-h200-calibration`): the first third ranks little better than chance, and all layers together
+worse than the second half alone.
 """
 
 from __future__ import annotations
@@ -13,6 +15,11 @@ from typing import ClassVar
 import torch
 
 from cacheblend.selectors.base import Candidates, Evidence, Selector, require_ratio, top_rows
+
+
+def first_tallied_layer(num_layers: int) -> int:
+    """The first layer whose attention ranks rows, of a model of so many."""
+    return num_layers // 2
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from cacheblend.plan import BlendPlan
 from cacheblend.protocols import BlendReport
 from cacheblend.reports import note_blend
 from cacheblend.selectors.base import Candidates, Evidence
+from cacheblend.selectors.query import first_tallied_layer
 from cacheblend.selectors.selection import RowSelection
 from cacheblend.vllm_backend.forward import LayersForward
 from cacheblend.vllm_backend.hidden import Hidden
@@ -184,7 +185,7 @@ class BlendBatch:
             members = [prompts[index] for index, _ in piece]
             tallies = [prompt.tally for prompt in members if prompt.tally is not None]
             with times.stage("score"):
-                attention = ScoringAttention(rows, tallies)
+                attention = ScoringAttention(rows, tallies, first_tallied_layer(self.forward.num_layers))
                 hidden = self.forward.embed(rows)
                 self.forward.run(0, self.forward.num_layers, hidden, rows, attention, place, attend_last=True)
             yield len(rows)

@@ -60,13 +60,13 @@ class Planner:
         selector = self._selector(params)
         question = params.question_index
         first_reused = params.first_reused_index
-        head = _head(token_ids, params, bounds)
+        prefixes = self._prefixes(token_ids, params, bounds)
         fingerprint = fingerprint_in(self.fingerprint, params.namespace)
         segments = []
         for index, (segment, (start, end)) in enumerate(zip(params.segments[:question], bounds, strict=False)):
             ids = tuple(token_ids[start:end])
             if segment.reuse:
-                segments.append(self._chunk(fingerprint, ids, head))
+                segments.append(self._chunk(fingerprint, ids, prefixes))
             else:
                 role = SegmentRole.SYSTEM if index < first_reused else SegmentRole.CHUNK
                 segments.append(Segment(role, ids))
@@ -82,19 +82,27 @@ class Planner:
 
     def candidates(self, token_ids: Sequence[int], params: BlendParams) -> tuple[ChunkIdentity, ...]:
         """Those of the request's candidates that are there."""
-        head = _head(token_ids, params, params.bounds(len(token_ids)))
+        prefixes = self._prefixes(token_ids, params, params.bounds(len(token_ids)))
         fingerprint = fingerprint_in(self.fingerprint, params.namespace)
-        chunks = (self._chunk(fingerprint, ids, head) for ids in params.candidates if ids)
+        chunks = (self._chunk(fingerprint, ids, prefixes) for ids in params.candidates if ids)
         return tuple(chunk.identity for chunk in chunks if chunk.identity is not None)
 
-    def _chunk(self, fingerprint: str, ids: tuple[int, ...], head: tuple[int, ...]) -> Segment:
-        prefixes = dict.fromkeys([head, *([(self._bos,)] if self._bos is not None else []), ()])
+    def _prefixes(
+        self, token_ids: Sequence[int], params: BlendParams, bounds: Sequence[tuple[int, int]]
+    ) -> list[tuple[int, ...]]:
+        """What a chunk may have been encoded behind, the wanted first."""
+        end = bounds[params.first_reused_index][0] if params.prefix is None else params.prefix
+        head = tuple(token_ids[:end])
+        bos = [(self._bos,)] if self._bos is not None else []
+        return list(dict.fromkeys([head + params.primer, head, *bos, ()]))
+
+    def _chunk(self, fingerprint: str, ids: tuple[int, ...], prefixes: list[tuple[int, ...]]) -> Segment:
         if fingerprint != self.fingerprint:
             # A namespace is filled for the prompt that follows, which must not wait for the next look at the folder.
             self._directory.look_again()
-        identity, reason = self._directory.find(fingerprint, ids, list(prefixes))
+        identity, reason = self._directory.find(fingerprint, ids, prefixes)
         if identity is None and self._settings.remote is not None:
-            self._missed[ChunkIdentity(fingerprint, head, ids)] = None
+            self._missed[ChunkIdentity(fingerprint, prefixes[0], ids)] = None
         if reason is UnavailableReason.OTHER_MODEL and fingerprint != self.fingerprint:
             # A namespace is part of the fingerprint: the model is the same, the chunk is not in it.
             reason = UnavailableReason.MISSING
@@ -113,9 +121,3 @@ class Planner:
         """Refuse now what would fail in the middle of a blend."""
         selector.shares(self._num_layers)
         return selector
-
-
-def _head(token_ids: Sequence[int], params: BlendParams, bounds: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """The prefix that a request's chunks were encoded behind."""
-    end = bounds[params.first_reused_index][0] if params.prefix is None else params.prefix
-    return tuple(token_ids[:end])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from cacheblend.errors import BlendError
@@ -65,9 +66,11 @@ def outgoing(
         return OutgoingPrompt(plan.token_ids, None, plan.fallback_reasons)
     assert plan.selector is not None
     chosen = selector_params(plan.selector)
+    prefix, primer = _encoded_behind(plan)
     params = BlendParams(
         segments=segments_of([(len(segment.token_ids), segment.reused) for segment in plan.segments]),
-        prefix=_common_prefix(plan),
+        prefix=prefix,
+        primer=primer,
         policy=policy,
         selector=chosen.pop("name", None),
         namespace=namespace,
@@ -78,10 +81,15 @@ def outgoing(
     return OutgoingPrompt(plan.token_ids, as_transfer_params(params), plan.fallback_reasons)
 
 
-def _common_prefix(plan: BlendPlan) -> int | None:
-    """Tokens that the plan's chunks were encoded behind, if the prompt starts with them."""
-    prefix = plan.chunks[0].prefix_ids
-    return len(prefix) if plan.token_ids[: len(prefix)] == prefix else None
+def _encoded_behind(plan: BlendPlan) -> tuple[int, tuple[int, ...]]:
+    """What the plan's chunks were encoded behind: so many of the prompt's first tokens, and the ids that followed.
+
+    Chunks of a primer were encoded without it; the engine looks for those as well.
+    """
+    prefix = max((chunk.prefix_ids for chunk in plan.chunks), key=len)
+    head = plan.token_ids[: plan.reused[0].start]
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prefix, head, strict=False)))
+    return shared, prefix[shared:]
 
 
 def report_of(prompt: OutgoingPrompt, result: dict[str, Any] | None) -> BlendReport:

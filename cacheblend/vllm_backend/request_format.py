@@ -50,6 +50,8 @@ class BlendParams(BaseModel):
         question: index of the segment that asks; the last by default. Nothing after it may be reused.
         prefix: tokens at the prompt's start that its chunks were encoded behind; by default all that come before the
             first reusable segment.
+        primer: token ids that came between that prefix and a chunk when it was encoded; a chunk without such a version
+            is looked for behind the prefix alone.
         policy: full, blend or auto; the server's default if None.
         selector: by name; the server's default if None.
         ratio: share of reusable rows to recompute; the selector's default if None.
@@ -67,6 +69,7 @@ class BlendParams(BaseModel):
     segments: tuple[SegmentParams, ...] = ()
     question: int | None = None
     prefix: int | None = Field(default=None, ge=0)
+    primer: tuple[Annotated[int, Field(ge=0)], ...] = ()
     policy: Policy | None = None
     selector: str | None = None
     ratio: float | None = Field(default=None, ge=0.0, le=1.0)

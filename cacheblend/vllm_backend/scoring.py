@@ -27,7 +27,8 @@ class QuestionTally:
         device: of the model.
 
     Attributes:
-        mass: [kv_heads, start] float32, softmax weights summed over layers, heads and the question's rows so far.
+        mass: [kv_heads, start] float32, softmax weights summed over tallied layers, heads and the
+            question's rows so far.
     """
 
     def __init__(self, prompt: PromptPages, start: int, end: int, kv_heads: int, device: torch.device) -> None:
@@ -70,13 +71,15 @@ class ScoringAttention:
     Args:
         rows: fresh rows, and rows of the question last, of each prompt.
         tallies: of each prompt.
+        first_layer: the first whose attention is tallied.
     """
 
     metadata = None
 
-    def __init__(self, rows: RowBatch, tallies: Sequence[QuestionTally]) -> None:
+    def __init__(self, rows: RowBatch, tallies: Sequence[QuestionTally], first_layer: int = 0) -> None:
         self._parts = [
-            _ScoredPrompt(part, where, tally, rows) for (part, where), tally in zip(rows, tallies, strict=True)
+            _ScoredPrompt(part, where, tally, rows, first_layer)
+            for (part, where), tally in zip(rows, tallies, strict=True)
         ]
 
     def attend(self, rows: LayerRows) -> None:
@@ -88,9 +91,10 @@ class ScoringAttention:
 class _ScoredPrompt:
     """One prompt of a piece: what its rows see is the same in every layer."""
 
-    def __init__(self, part: PromptRows, where: slice, tally: QuestionTally, rows: RowBatch) -> None:
+    def __init__(self, part: PromptRows, where: slice, tally: QuestionTally, rows: RowBatch, first_layer: int) -> None:
         fresh = int((part.positions < tally.start).sum())
         self._tally = tally
+        self._first_layer = first_layer
         self._fresh = slice(where.start, where.start + fresh)
         self._asking = slice(where.start + fresh, where.stop)
         self._more_to_come = int(part.positions[-1]) + 1 < tally.end
@@ -110,7 +114,8 @@ class _ScoredPrompt:
             query = rows.query[asking]
             keys, values = self._tally.own(rows.layer, rows.key[asking], rows.value[asking], self._more_to_come)
             self._asking_pass = self._asking_pass or self._make_asking_pass(table, query, keys)
-            self._asking_pass.attend(query, keys, values, paged, rows.scale, rows.out[asking])
+            tally = rows.layer >= self._first_layer
+            self._asking_pass.attend(query, keys, values, paged, rows.scale, rows.out[asking], tally)
 
     def _make_fresh_pass(self, table: torch.Tensor) -> RowsAttentionPass:
         on_host = (torch.zeros_like(self._positions_cpu), self._positions_cpu)

@@ -110,6 +110,20 @@ def test_a_later_chunk_is_looked_for_behind_the_head_and_never_behind_its_neighb
     assert plan.segments[2].identity == identity_of(2, prefix=HEAD)
 
 
+def test_a_chunk_behind_head_and_primer_comes_before_one_behind_the_head(planner_of, tmp_path):
+    put(tmp_path, identity_of(1, prefix=HEAD))
+    assert one_chunk(planner_of(), primer=ids_of(5)).identity == identity_of(1, prefix=HEAD)
+    put(tmp_path, identity_of(1, prefix=(*HEAD, *ids_of(5))))
+    assert one_chunk(planner_of(), primer=ids_of(5)).identity == identity_of(1, prefix=(*HEAD, *ids_of(5)))
+    assert one_chunk(planner_of()).identity == identity_of(1, prefix=HEAD), "no primer was asked for"
+
+
+def test_a_chunk_behind_another_primer_is_prefix_changed(planner_of, tmp_path):
+    put(tmp_path, identity_of(1, prefix=(*HEAD, *ids_of(5))))
+    assert one_chunk(planner_of(), primer=ids_of(6)).reason == "prefix_changed"
+    assert one_chunk(planner_of()).reason == "prefix_changed"
+
+
 def test_a_chunk_behind_another_head_is_prefix_changed(planner_of, tmp_path):
     put(tmp_path, identity_of(1, prefix=(2, 3)))
     assert one_chunk(planner_of()).reason == "prefix_changed"
