@@ -47,6 +47,16 @@ def test_chunks_without_any_prefix_serve_a_prompt_without_head(engine):
     assert error(answer.first, engine.replayed(ask, answer)[0]) <= TOLERANCE
 
 
+@pytest.mark.parametrize("selector", ["none", "query", "deviation"])
+def test_chunks_encoded_behind_a_primer_are_used_before_the_place_they_were_encoded_at(engine, corpus, selector):
+    primer, chunks = engine.ids(150, 61), [engine.ids(48, 62), engine.ids(33, 63)]
+    engine.collect(chunks, (*corpus.head, *primer))
+    ask = prompt(corpus.head, chunks, engine.ids(9, 64), selector=selector, primer=primer)
+    answer = engine.one(ask)
+    assert answer.meta["reused_tokens"] == 81
+    assert error(answer.first, engine.replayed(ask, answer, (*corpus.head, *primer))[0]) <= TOLERANCE
+
+
 def test_the_same_chunk_twice_in_one_prompt(engine, corpus):
     ask = corpus.ask(3, 1, 3, selector="chunk_head+deviation", question=engine.ids(13, 31))
     answer = engine.one(ask)
