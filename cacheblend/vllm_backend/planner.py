@@ -111,7 +111,7 @@ class Planner:
     def _selector(self, params: BlendParams) -> Selector:
         if params.rows is not None:
             return GivenRowsSelector.everywhere(params.rows)
-        name, ratio = params.selector, params.ratio
+        name, ratio = params.selector, params.asked_ratio
         if name is None:
             name = self._settings.selector
             ratio = self._settings.ratio if ratio is None else ratio

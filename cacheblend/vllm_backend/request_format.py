@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cacheblend.errors import BlendError
+from cacheblend.fidelity import Fidelity
 from cacheblend.plan import Policy
 
 PARAMS_KEY = "cacheblend"
@@ -55,6 +56,7 @@ class BlendParams(BaseModel):
         policy: full, blend or auto; the server's default if None.
         selector: by name; the server's default if None.
         ratio: share of reusable rows to recompute; the selector's default if None.
+        fidelity: fast, balanced or faithful: the ratio that was measured for it; not together with `ratio`.
         head_tokens: rows a chunk for `chunk_head` and its compositions.
         check_layers: layers at which `deviation` drops rows.
         rows: recompute these reusable positions and no others, instead of a selector's choice (for replays).
@@ -73,6 +75,7 @@ class BlendParams(BaseModel):
     policy: Policy | None = None
     selector: str | None = None
     ratio: float | None = Field(default=None, ge=0.0, le=1.0)
+    fidelity: Fidelity | None = None
     head_tokens: int | None = Field(default=None, ge=0)
     check_layers: tuple[int, ...] | None = None
     rows: tuple[int, ...] | None = None
@@ -89,10 +92,21 @@ class BlendParams(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _one_says_how_many_rows(self) -> BlendParams:
+        if self.fidelity is not None and self.ratio is not None:
+            raise ValueError(f"fidelity '{self.fidelity}' and ratio {self.ratio} are both given; choose one")
+        return self
+
+    @model_validator(mode="after")
     def _nothing_is_reused_from_the_question_on(self) -> BlendParams:
         if any(segment.reuse for segment in self.segments[self.question_index :]):
             raise ValueError("the question and what follows it are always computed; set their reuse to false")
         return self
+
+    @property
+    def asked_ratio(self) -> float | None:
+        """The ratio, said as such or by a fidelity."""
+        return self.ratio if self.fidelity is None else self.fidelity.ratio
 
     @property
     def question_index(self) -> int:

@@ -191,6 +191,8 @@ DEFAULTS = {"selector": "query", "ratio": 0.4}
             {"selector": "chunk_head+query", "ratio": 0.2, "head_tokens": 5},
             make_selector("chunk_head+query", 0.2, 5),
         ),
+        ({"selector": "query", "fidelity": "faithful"}, make_selector("query", 0.3)),
+        ({"fidelity": "fast"}, make_selector(DEFAULTS["selector"], 0.05)),
         ({"rows": (4, 2)}, GivenRowsSelector.everywhere((4, 2))),
         ({"rows": ()}, GivenRowsSelector.everywhere(())),
         ({"rows": (4,), "selector": "query", "ratio": 0.1}, GivenRowsSelector.everywhere((4,))),
