@@ -32,7 +32,7 @@ from typing import Any
 import llama_8b
 import torch
 import vllm
-from measure_ttft import CHUNK, Prompts, collect, first_token, sampling
+from blend_prompts import CHUNK, Prompts, collect, first_token, sampling
 from swap_bench import Bench, CopyWatch, Swapper, plain_gb_s
 
 from kvstore.tiers import Tier

@@ -36,6 +36,7 @@ from typing import Any
 import llama_8b
 from blend_prompts import ARMS, CHUNK, QUESTION, SYSTEM, Prompts, collect, first_token, plain_first_token, sampling
 from hardware import at, described, device_gb_s, link_gb_s
+from swap_bench import Bench
 
 from eval.speed.floor import PASS_FORMULA, ArmWork, MeasuredParts, floor_of, layer_weight_bytes, recomputed_rows
 from eval.speed.interleaved import Run, Setting, Taken, interleave
@@ -176,9 +177,6 @@ def make_stand(args: argparse.Namespace) -> tuple[Any, Any]:
     llm = llama_8b.make_engine(Path("/tmp/llama-8b"), settings=settings, compilation_config=compilation)
     if args.skip_pool:
         return llm, None
-    # It imports the prompts from this file.
-    from swap_bench import Bench
-
     return llm, Bench(llm, pool_bytes)
 
 

@@ -8,7 +8,7 @@ from itertools import cycle
 from typing import Any
 
 import torch
-from measure_ttft import SYSTEM, Prompts, first_token, sampling
+from blend_prompts import SYSTEM, Prompts, first_token, sampling
 
 from cacheblend.protocols import Advice
 from cacheblend.vllm_backend.placement import StagedPlacement
