@@ -2,7 +2,8 @@
 
 python -m eval.musique --questions 5 --arms full,full-again,reuse,query:0.15
 
-Over contexts that were retrieved (see eval.retrieval) instead of each question's own, with --retrieved FILE.
+Over contexts that were retrieved (see eval.retrieval) instead of each question's own, with --retrieved FILE. With
+chunks encoded behind other chunks of the same data, the same for every question, with --primer-tokens 1024.
 
 On vLLM in shards, each of which the same command with the next number goes on from:
 
@@ -25,11 +26,12 @@ from eval.fidelity.arms import parse_arms, parse_tiers, report_rows, require_run
 from eval.fidelity.bench import FidelityBench
 from eval.fidelity.comparisons import require_among
 from eval.fidelity.evaluation import evaluate
+from eval.fidelity.priming import Priming
 from eval.fidelity.reference_bench import ReferenceBench
 from eval.fidelity.shards import Clock, parse_shard
 from eval.fidelity.vllm_bench import VllmBench
 from eval.retrieved import give_retrieved
-from inputs import INVENTED_PATH, Example, load_examples
+from inputs import INVENTED_PATH, distinct_contexts, load_examples
 from pipelines.cli.failures import INTERRUPTED
 from pipelines.config import PipelineConfig, PrefixMode, make_config
 from pipelines.models import DEFAULT_MODEL
@@ -91,6 +93,13 @@ def musique(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="A torch device, of the engine reference.")] = "cpu",
     prefix: Annotated[PrefixMode, typer.Option(help="What chunks are encoded behind.")] = PrefixMode.SYSTEM,
+    primer_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Encode chunks behind so many tokens of the data's contexts too, at most; 0: none.",
+        ),
+    ] = 0,
     chunk_tokens: Annotated[int, typer.Option(help="Cut contexts longer than this, as pipelines do.")] = 1024,
     against: Annotated[
         str | None, typer.Option(help="An arm to compare the others with, paired by question, as deviation:0.15.")
@@ -127,14 +136,11 @@ def musique(
         require_runnable(rows, engine == VLLM)
         require_among(against, rows)
         part = parse_shard(shard)
-        examples = _examples(data, retrieved)[:questions]
-        with _bench(config, in_flight) as bench:
-            typer.echo(evaluate(bench, examples, rows, arguments, part, clock), nl=False)
-
-
-def _examples(data: Path, retrieved: Path | None) -> list[Example]:
-    examples = load_examples(data)
-    return examples if retrieved is None else give_retrieved(retrieved, data, examples)
+        everything = load_examples(data)
+        examples = everything if retrieved is None else give_retrieved(retrieved, data, everything)
+        priming = Priming(distinct_contexts(everything), primer_tokens) if primer_tokens else None
+        with _bench(config, in_flight, priming) as bench:
+            typer.echo(evaluate(bench, examples[:questions], rows, arguments, part, clock), nl=False)
 
 
 def _engine_options(text: str | None) -> dict[str, Any]:
@@ -157,8 +163,8 @@ def _resumable(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _bench(config: PipelineConfig, in_flight: int) -> Iterator[FidelityBench]:
-    bench = VllmBench(config, in_flight) if config.engine == VLLM else ReferenceBench(config)
+def _bench(config: PipelineConfig, in_flight: int, priming: Priming | None) -> Iterator[FidelityBench]:
+    bench = VllmBench(config, in_flight, priming) if config.engine == VLLM else ReferenceBench(config, priming)
     try:
         yield bench
     finally:

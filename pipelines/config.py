@@ -43,6 +43,13 @@ class PipelineConfig(BaseModel):
         index_dir: folder that keeps retrieval indexes between runs; None keeps none.
         host_budget_bytes: bytes of chunk KV that host memory may hold.
         prefix: what chunks are encoded behind.
+        primer: passages of the corpus, about a thousand tokens, that come between the prefix and a chunk when it is
+            encoded, so that it has seen others as it will in a prompt; their own rows are not stored with it. "auto"
+            chooses chunks of the documents that the pipeline is made with (none where they are few), and documents
+            added later do not change the choice; but a pipeline made with others may choose others, and then all
+            chunks are computed anew. For a corpus that grows, pin it: a path names a .txt, .md or .jsonl file whose
+            first chunks are the primer (`precompute-chunk-cache --save-primer` writes one). None encodes behind the
+            prefix alone.
         system_prompt: the instruction before the documents.
         chunk_tokens: tokens of a chunk at most.
         chunk_overlap: tokens of a chunk repeated in the next one.
@@ -66,6 +73,7 @@ class PipelineConfig(BaseModel):
     index_dir: Path | None = Field(default_factory=lambda: cache_home() / "indexes")
     host_budget_bytes: int = Field(default=4 << 30, ge=0)
     prefix: PrefixMode = PrefixMode.SYSTEM
+    primer: Literal["auto"] | Path | None = "auto"
     system_prompt: str = DEFAULT_SYSTEM_PROMPT
     chunk_tokens: int = Field(default=512, ge=1)
     chunk_overlap: int = Field(default=0, ge=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
 from concurrent.futures import Future
 
 from cacheblend.plan import BlendPlan
@@ -12,6 +11,7 @@ from cacheblend.protocols import ModelRunner
 from cacheblend.request import RequestOutcome
 from pipelines.engine_loop import EngineLoop
 from pipelines.errors import PipelineError
+from pipelines.primer import ChunkPrefixes
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +22,13 @@ class MissedChunks:
     Args:
         runner: computes them, on the loop's thread.
         loop: the engine's.
-        prefix: what chunks are encoded behind.
+        prefixes: what chunks are encoded behind.
     """
 
-    def __init__(self, runner: ModelRunner, loop: EngineLoop, prefix: Sequence[int]) -> None:
+    def __init__(self, runner: ModelRunner, loop: EngineLoop, prefixes: ChunkPrefixes) -> None:
         self._runner = runner
         self._loop = loop
-        self._prefix = tuple(prefix)
+        self._prefixes = prefixes
 
     def collect_after(self, plan: BlendPlan, outcome: Future[RequestOutcome]) -> None:
         """Collect what `plan` misses when `outcome` is there."""
@@ -47,7 +47,8 @@ class MissedChunks:
 
         def collect() -> None:
             try:
-                self._runner.collect(missed, self._prefix)
+                for prefix, chunks in self._prefixes.groups(missed):
+                    self._runner.collect(chunks, prefix)
             except Exception:
                 # Nobody waits for it, and no question may fail because of it.
                 logger.exception("%d chunks that a question missed could not be collected", len(missed))

@@ -18,6 +18,7 @@ from pipelines.answer import Source
 from pipelines.config import PipelineConfig
 from pipelines.corpus import Corpus
 from pipelines.errors import PipelineError
+from pipelines.primer import ChunkPrefixes
 from pipelines.prompt import PromptTemplate
 from retrieval.chunk import Chunk
 from retrieval.documents import Document
@@ -41,6 +42,7 @@ class QuestionPlanner:
     Attributes:
         config: what a call does not say.
         template: of the model.
+        prefixes: what the corpus's chunks are encoded behind.
         corpus: where documents are retrieved.
         fingerprint: of the model.
         max_model_len: rows of prompt and answer together.
@@ -49,6 +51,7 @@ class QuestionPlanner:
 
     config: PipelineConfig
     template: PromptTemplate
+    prefixes: ChunkPrefixes
     corpus: Corpus
     fingerprint: str
     max_model_len: int
@@ -89,14 +92,9 @@ class QuestionPlanner:
         sources = tuple(Source(c.document_id, c.title, c.body, score) for c, score in found)
         return Prepared(question, request, sources, 0.0 if documents is not None else retrieval_ms)
 
-    @property
-    def prefix(self) -> tuple[int, ...]:
-        """Ids that the corpus's chunks are encoded behind."""
-        return self.template.prefix_ids(self.config.prefix)
-
     def identity(self, chunk: Chunk) -> ChunkIdentity:
         """What a chunk of the corpus is stored as."""
-        return ChunkIdentity(self.fingerprint, self.prefix, chunk.token_ids)
+        return ChunkIdentity(self.fingerprint, self.prefixes.behind(chunk.token_ids), chunk.token_ids)
 
     def _policy(self, policy: Policy | str | None) -> Policy:
         if policy is None:
@@ -124,10 +122,8 @@ class QuestionPlanner:
             return Segment(SegmentRole.CHUNK, chunk.token_ids)
         if self.stored is None:
             return Segment(SegmentRole.CHUNK, chunk.token_ids, self.identity(chunk))
-        prefixes = {self.prefix: None}
-        if bos := self.template.bos_ids():
-            prefixes[bos] = None
-        identity, reason = self.stored.find(self.fingerprint, chunk.token_ids, list(prefixes))
+        prefixes = self.prefixes.candidates(chunk.token_ids, self.template.bos_ids())
+        identity, reason = self.stored.find(self.fingerprint, chunk.token_ids, prefixes)
         return Segment(SegmentRole.CHUNK, chunk.token_ids, identity, reason.value if reason is not None else None)
 
 

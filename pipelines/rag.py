@@ -26,6 +26,8 @@ from pipelines.errors import PipelineError
 from pipelines.missed import MissedChunks
 from pipelines.models import resolve_model
 from pipelines.precompute import PrecomputeProgress, PrecomputeSummary, precompute_chunks
+from pipelines.primer import ChunkPrefixes
+from pipelines.primer_source import PrimerSource
 from pipelines.prompt import PromptTemplate
 from pipelines.questions import Prepared, QuestionPlanner, documents_of
 from pipelines.runners import load_engine, require_installed
@@ -63,15 +65,19 @@ class RagPipeline:
         chunker = TokenChunker(self._tokenizer, size=config.chunk_tokens, overlap=config.chunk_overlap)
         self._corpus = Corpus(chunker, partial(load_embedder, config.embedder), config.index_dir)
         self._corpus.add(documents_of(documents))
+        head = template.prefix_ids(config.prefix)
+        primer = PrimerSource(config.primer, chunker)
         self._loaded = load_engine(config, folder)
         self.engine, self.runner, self.store = self._loaded.name, self._loaded.runner, self._loaded.store
+        with self._closed_on_failure():
+            self._primer = primer.choose(self.chunks, len(head), self.runner.max_model_len)
+        prefixes = ChunkPrefixes(head, tuple(chunk.token_ids for chunk in self._primer))
         stored = None if self.runner.schedules_kv else StoredChunks(self.store)
         self._planner = QuestionPlanner(
-            config, template, self._corpus, self.runner.fingerprint, self.runner.max_model_len, stored
+            config, template, prefixes, self._corpus, self.runner.fingerprint, self.runner.max_model_len, stored
         )
         self._loop = EngineLoop(make_engine(self.runner, self.store))
-        prefix = self._planner.prefix
-        self._missed = MissedChunks(self.runner, self._loop, prefix) if config.collect_missed else None
+        self._missed = MissedChunks(self.runner, self._loop, prefixes) if config.collect_missed else None
 
     @classmethod
     def from_documents(cls, documents: Iterable[Any], **settings: Any) -> RagPipeline:
@@ -86,6 +92,11 @@ class RagPipeline:
     def chunks(self) -> tuple[Chunk, ...]:
         """The corpus's chunks."""
         return self._corpus.chunks
+
+    @property
+    def primer(self) -> tuple[Chunk, ...]:
+        """The chunks that the corpus's others are encoded behind, in their order; fixed, and may be none."""
+        return self._primer
 
     @property
     def retrieval_calls(self) -> int:
@@ -251,8 +262,7 @@ class RagPipeline:
     def close(self) -> None:
         """End what is running, the engine's processes included, and give memory back. Closing again does nothing."""
         self._loop.close()
-        self.runner.close()
-        self.store.close()
+        self._close_engine()
 
     def __enter__(self) -> RagPipeline:
         return self
@@ -262,9 +272,22 @@ class RagPipeline:
     ) -> None:
         self.close()
 
+    def _close_engine(self) -> None:
+        self.runner.close()
+        self.store.close()
+
+    @contextlib.contextmanager
+    def _closed_on_failure(self) -> Iterator[None]:
+        """An engine whose pipeline is not to be must not stay behind."""
+        try:
+            yield
+        except BaseException:
+            self._close_engine()
+            raise
+
     def _collect(self, identities: Sequence[ChunkIdentity]) -> None:
-        chunks = [identity.token_ids for identity in identities]
-        self._loop.call(lambda: self.runner.collect(chunks, self._planner.prefix))
+        groups = self._planner.prefixes.groups(identity.token_ids for identity in identities)
+        self._loop.call(lambda: [self.runner.collect(chunks, prefix) for prefix, chunks in groups])
 
     def _stream(self, prepared: Prepared) -> AnswerStream:
         stream = AnswerStream(self._detokenizer(prepared), lambda: self._loop.abort(prepared.request.request_id))

@@ -90,11 +90,14 @@ class Planner:
     def _prefixes(
         self, token_ids: Sequence[int], params: BlendParams, bounds: Sequence[tuple[int, int]]
     ) -> list[tuple[int, ...]]:
-        """What a chunk may have been encoded behind, the wanted first."""
+        """What a chunk may have been encoded behind, the wanted first.
+
+        One encoded behind nothing is its own attention sink: it serves those only who have no prefix themselves.
+        """
         end = bounds[params.first_reused_index][0] if params.prefix is None else params.prefix
         head = tuple(token_ids[:end])
         bos = [(self._bos,)] if self._bos is not None else []
-        return list(dict.fromkeys([head + params.primer, head, *bos, ()]))
+        return list(dict.fromkeys([head + params.primer, head, *bos]))
 
     def _chunk(self, fingerprint: str, ids: tuple[int, ...], prefixes: list[tuple[int, ...]]) -> Segment:
         if fingerprint != self.fingerprint:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +12,9 @@ import torch
 from cacheblend.protocols import ModelRunner
 from cacheblend.request import RequestOutcome
 from eval.fidelity.arms import Arm, Row, parse_arms
+from eval.fidelity.priming import Priming, choose_prefixes
 from eval.layout import LaidOutPrompt
-from inputs import Example
+from inputs import Context, Example
 from kvstore.key import ChunkIdentity
 from pipelines.config import PipelineConfig
 from pipelines.precompute import PrecomputeSummary
@@ -53,9 +54,10 @@ class FidelityBench(ABC):
     Args:
         config: model, dtype, cache folder, prefix, chunk size and new tokens are used.
         folder: the model's.
+        priming: encode chunks behind the prefix and a primer of this; None for the prefix alone.
 
     Raises:
-        PipelineError: one sentence on what cannot be used.
+        EvalError, PipelineError: one sentence on what cannot be used.
     """
 
     engine_name: str
@@ -63,12 +65,14 @@ class FidelityBench(ABC):
     """Whether this engine, on this device, is the one that the project's gates run on."""
     _runner: ModelRunner
 
-    def __init__(self, config: PipelineConfig, folder: Path) -> None:
+    def __init__(self, config: PipelineConfig, folder: Path, priming: Priming | None = None) -> None:
         self.config = config
         self.tokenizer = require_tokenizer(folder)
         self._template = PromptTemplate(self.tokenizer, config.system_prompt)
-        self._prefix = self._template.prefix_ids(config.prefix)
         self._chunker = TokenChunker(self.tokenizer, config.chunk_tokens, config.chunk_overlap)
+        self.priming = priming
+        corpus = () if priming is None else self._chunks(priming.corpus)
+        self.prefixes = choose_prefixes(self._template.prefix_ids(config.prefix), corpus, priming)
 
     @property
     def fingerprint(self) -> str:
@@ -138,14 +142,30 @@ class FidelityBench(ABC):
         Raises:
             RetrievalError: a context gives no tokens, or chunks are too small for it.
         """
-        documents = [Document("", context.text, context.title) for context in example.contexts]
-        chunks = tuple(chunk.token_ids for document in documents for chunk in self._chunker.chunk(document))
         question = self._template.question_ids(example.question)
-        return LaidOutQuestion(self._template.head_ids, chunks, question, example)
+        return LaidOutQuestion(self._template.head_ids, self._chunks(example.contexts), question, example)
 
     def fits(self, question: LaidOutQuestion) -> bool:
         """Whether prompt and answer fit the model's context."""
         return question.length + self.config.max_tokens <= self.max_model_len
 
+    def has_primer_chunk(self, question: LaidOutQuestion) -> bool:
+        """Whether the primer consists of a chunk of this question's, among others."""
+        return not set(question.chunks).isdisjoint(self.prefixes.primer_chunks)
+
+    def _chunks(self, contexts: Iterable[Context]) -> tuple[tuple[int, ...], ...]:
+        documents = (Document("", context.text, context.title) for context in contexts)
+        return tuple(chunk.token_ids for document in documents for chunk in self._chunker.chunk(document))
+
     def _identities(self, question: LaidOutQuestion) -> list[ChunkIdentity]:
-        return [ChunkIdentity(self.fingerprint, self._prefix, chunk) for chunk in question.chunks]
+        return [self._identity(chunk) for chunk in question.chunks]
+
+    def _identity(self, chunk: tuple[int, ...]) -> ChunkIdentity:
+        return ChunkIdentity(self.fingerprint, self.prefixes.behind(chunk), chunk)
+
+    def _collect(self, identities: Sequence[ChunkIdentity]) -> None:
+        behind: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        for identity in identities:
+            behind.setdefault(identity.prefix_ids, []).append(identity.token_ids)
+        for prefix, chunks in behind.items():
+            self._runner.collect(chunks, prefix)

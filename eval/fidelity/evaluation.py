@@ -17,6 +17,7 @@ from eval.fidelity.arms import Row
 from eval.fidelity.bench import FidelityBench, LaidOutQuestion
 from eval.fidelity.gates import judge_gates, run_gates
 from eval.fidelity.outputs import write_report
+from eval.fidelity.priming import describe_primer
 from eval.fidelity.records import ResultLog
 from eval.fidelity.run import RunProgress, run_questions
 from eval.fidelity.settings import code_digest, open_results
@@ -54,14 +55,15 @@ def evaluate(
     out = arguments["out"]
     with open_results(out, settings, arguments["fresh"]) as log:
         _run(bench, asked, part, rows, log, arguments["seed"], clock)
-        finished = finished_questions(log, [question.example.id for question in asked], rows)
+        names = set(finished_questions(log, [question.example.id for question in asked], rows))
+        finished = [question for question in asked if question.example.id in names]
         if len(finished) < len(asked):
             left = f"{len(finished)} of {len(asked)} questions are finished"
             typer.echo(f"{left}; the same command, or its next shard, goes on from there", err=True)
         if not finished:
             return ""
         later = {example.id for example in examples[(arguments["apart"] or len(examples)) - 1 :]}
-        if arguments["apart"] and (alone := [name for name in finished if name in later]):
+        if arguments["apart"] and (alone := [question for question in finished if question.example.id in later]):
             folder = out / f"from-{arguments['apart']}"
             folder.mkdir(exist_ok=True)
             _report(folder, bench, log, alone, rows, arguments, settings)
@@ -72,18 +74,21 @@ def _report(
     folder: Path,
     bench: FidelityBench,
     log: ResultLog,
-    names: Sequence[str],
+    questions: Sequence[LaidOutQuestion],
     rows: Sequence[Row],
     arguments: dict[str, Any],
     settings: dict[str, Any],
 ) -> str:
     seed = arguments["seed"]
     gates = judge_gates(log, bench.config.dtype)
+    names = [question.example.id for question in questions]
     summary = summarise(
         log, names, rows, bench.kv_bytes_per_token, torch.get_num_threads(), seed, gates, arguments["against"]
     )
     if settings.get("in_flight", 1) > 1:
         summary = replace(summary, timing_is_void=True)
+    if bench.priming is not None:
+        summary = replace(summary, questions_with_primer_chunks=sum(map(bench.has_primer_chunk, questions)))
     identity = ModelIdentity(arguments["model"], bench.fingerprint)
     account = provenance(arguments, identity, bench.device, seed, arguments["data"])
     return write_report(folder, summary, account, settings, absolute=bench.device.startswith("cuda"))
@@ -114,6 +119,7 @@ def _settings(
         "dtype": config.dtype,
         "device": bench.device,
         "prefix": config.prefix.value,
+        "primer": None if bench.priming is None else describe_primer(bench.priming, bench.prefixes),
         "system_prompt": config.system_prompt,
         "chunk_tokens": config.chunk_tokens,
         "arms": list(dict.fromkeys(row.arm.name for row in rows)),

@@ -63,6 +63,8 @@ def report_tables(summary: RunSummary, notes: list[str], absolute: bool) -> str:
 def report_notes(summary: RunSummary, settings: Mapping[str, Any]) -> list[str]:
     """What a reader must know beside the numbers, one sentence each."""
     notes = [f"Full prefill answers {summary.full_is_right} of {summary.questions} questions exactly."]
+    if settings.get("primer") is not None:
+        notes.append(_primer_note(settings, summary))
     if summary.gates is not None:
         notes.append(_gates_note(summary.gates))
     if summary.cpu_over_wall is not None:
@@ -154,6 +156,15 @@ def _in_flight_note(in_flight: int) -> str:
     )
 
 
+def _primer_note(settings: Mapping[str, Any], summary: RunSummary) -> str:
+    primer = settings["primer"]
+    return (
+        f"Chunks were encoded behind the prefix and a primer of {primer['tokens']:,} tokens (whole chunks of the "
+        f"data: {primer['chunks']}), the same for every question; {summary.questions_with_primer_chunks} of "
+        f"{summary.questions} questions have a context that is part of it, which was encoded behind the prefix alone."
+    )
+
+
 def _gates_note(gates: GateSummary) -> str:
     return (
         f"Gates, on {gates.questions} questions before the run, in nats along full prefill's answer: recomputing every "
@@ -178,6 +189,10 @@ def _heading(account: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     return (
         f"# Fidelity on {account['data']['name']}: {account['model']['name']}, {settings['dtype']}\n\n"
         f"Engine {settings['engine']} on {device.get('gpu', device['cpu'])} ({device['kind']}), chunks behind the "
-        f"prefix `{settings['prefix']}`, seed {account['seed']}. Commit {commit}; {versions}. "
+        f"prefix `{settings['prefix']}`{_and_primer(settings)}, seed {account['seed']}. Commit {commit}; {versions}. "
         f"Arguments and settings are in {JSON_FILE}.\n"
     )
+
+
+def _and_primer(settings: Mapping[str, Any]) -> str:
+    return "" if settings.get("primer") is None else f" and a primer of {settings['primer']['tokens']:,} tokens"

@@ -16,6 +16,7 @@ from cacheblend.sampling_params import SamplingParams
 from eval.errors import EvalError
 from eval.fidelity.arms import TIER_NAMES, Arm, Row
 from eval.fidelity.bench import WARM_UP, FidelityBench, LaidOutQuestion, TimedAnswer
+from eval.fidelity.priming import Priming
 from kvstore.errors import ChunkUnavailable
 from kvstore.key import ChunkIdentity
 from kvstore.store import ChunkStore
@@ -31,6 +32,7 @@ class ReferenceBench(FidelityBench):
 
     Args:
         config: as for `FidelityBench`, and the device.
+        priming: as for `FidelityBench`.
 
     Raises:
         EvalError, PipelineError, BlendError, ModelError, StoreError: one sentence on what cannot be used.
@@ -39,9 +41,9 @@ class ReferenceBench(FidelityBench):
     engine_name = REFERENCE
     is_gated_elsewhere = True
 
-    def __init__(self, config: PipelineConfig) -> None:
+    def __init__(self, config: PipelineConfig, priming: Priming | None = None) -> None:
         folder = resolve_model(config.model)
-        super().__init__(config, folder)
+        super().__init__(config, folder, priming)
         self._store = ChunkStore(config.cache_dir, config.host_budget_bytes)
         self._runner: ReferenceRunner = ReferenceRunner.from_folder(folder, self._store, config.dtype, config.device)
         self._engine = make_engine(self._runner, self._store)
@@ -123,9 +125,6 @@ class ReferenceBench(FidelityBench):
         self._engine.close()
         self._store.close()
 
-    def _collect(self, identities: Sequence[ChunkIdentity]) -> None:
-        self._runner.collect([identity.token_ids for identity in identities], self._prefix)
-
     def _load(self, question: LaidOutQuestion, identity: ChunkIdentity) -> None:
         try:
             self._store.load(identity)
@@ -142,5 +141,5 @@ class ReferenceBench(FidelityBench):
     def _segment(self, chunk: tuple[int, ...], arm: Arm) -> Segment:
         if arm.selector is None:
             return Segment(SegmentRole.CHUNK, chunk)
-        identity, reason = self._store.find(self.fingerprint, chunk, [self._prefix])
+        identity, reason = self._store.find(self.fingerprint, chunk, [self.prefixes.behind(chunk)])
         return Segment(SegmentRole.CHUNK, chunk, identity, None if reason is None else reason.value)

@@ -14,9 +14,10 @@ from eval.fidelity.records import ResultLog
 SETTINGS_FILE = "settings.json"
 RECORDS_FILE = "records.jsonl"
 
+_FIDELITY = ("arms", "bench", "gates", "priming", "reference_bench", "run", "vllm_bench")
 CODE = (
     *("cacheblend", "kvstore", "retrieval", "pipelines", "inputs"),
-    *(f"eval/fidelity/{name}.py" for name in ("arms", "bench", "gates", "reference_bench", "run", "vllm_bench")),
+    *(f"eval/fidelity/{name}.py" for name in _FIDELITY),
     *("eval/layout.py", "eval/retrieved.py", "eval/scoring.py", "eval/statistics.py"),
 )
 """Folders and files whose sources a record depends on; those of the report are not among them."""

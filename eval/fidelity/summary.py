@@ -75,6 +75,8 @@ class RunSummary:
         build: the offline work.
         gates: what was looked at before; None where the project's tests do.
         comparisons: of the arms with one of them, if that was asked for.
+        questions_with_primer_chunks: how many of the questions have a chunk that the primer consists of; None where
+            chunks are encoded without one.
     """
 
     rows: tuple[RowSummary, ...]
@@ -87,6 +89,7 @@ class RunSummary:
     build: BuildSummary
     gates: GateSummary | None
     comparisons: tuple[Comparison, ...]
+    questions_with_primer_chunks: int | None = None
 
 
 def summarise(

@@ -16,7 +16,7 @@ from cacheblend.request import RequestOutcome
 from eval.errors import EvalError
 from eval.fidelity.arms import FULL, FULL_AGAIN, Arm, Row
 from eval.fidelity.bench import WARM_UP, FidelityBench, LaidOutQuestion, TimedAnswer
-from kvstore.key import ChunkIdentity
+from eval.fidelity.priming import Priming
 from pipelines.config import PipelineConfig
 from pipelines.models import resolve_model
 from pipelines.precompute import PrecomputeSummary, precompute_chunks
@@ -53,6 +53,7 @@ class VllmBench(FidelityBench):
         config: as for `FidelityBench`, and the engine options.
         in_flight: answers generated together. Their times to first token are those of requests that share the engine;
             with 1, of requests alone.
+        priming: as for `FidelityBench`.
 
     Raises:
         EvalError, PipelineError, BlendError, ModelError, StoreError: one sentence on what cannot be used.
@@ -61,13 +62,13 @@ class VllmBench(FidelityBench):
     engine_name = VLLM
     is_gated_elsewhere = False
 
-    def __init__(self, config: PipelineConfig, in_flight: int) -> None:
+    def __init__(self, config: PipelineConfig, in_flight: int, priming: Priming | None = None) -> None:
         require_installed(VLLM)
         # Imported here because it imports vLLM, which need not be installed.
         from cacheblend.vllm_backend import forced
 
         folder = resolve_model(config.model)
-        super().__init__(config, folder)
+        super().__init__(config, folder, priming)
         options = {"enable_prefix_caching": True, **forced.ENGINE_OPTIONS, **config.engine_options}
         self._loaded = load_engine(config.model_copy(update={"engine_options": options}), folder)
         self._runner: VllmRunner = self._loaded.runner  # type: ignore[assignment]
@@ -195,13 +196,9 @@ class VllmBench(FidelityBench):
 
     def _plan(self, question: LaidOutQuestion, arm: Arm) -> BlendPlan:
         def segment(chunk: tuple[int, ...]) -> Segment:
-            identity = None if arm.is_reference else ChunkIdentity(self.fingerprint, self._prefix, chunk)
-            return Segment(SegmentRole.CHUNK, chunk, identity)
+            return Segment(SegmentRole.CHUNK, chunk, None if arm.is_reference else self._identity(chunk))
 
         return question.plan(segment, arm.selector)
-
-    def _collect(self, identities: Sequence[ChunkIdentity]) -> None:
-        self._runner.collect([identity.token_ids for identity in identities], self._prefix)
 
 
 def _policy(arm: Arm) -> Policy:

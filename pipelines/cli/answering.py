@@ -108,4 +108,7 @@ def account_of(meta: AnswerMeta) -> str:
         lines.append("prefilled although reuse was asked for: " + ", ".join(f"{n} x {reason}" for reason, n in counts))
     if "missing" in meta.fallback_reasons:
         lines.append("precompute-chunk-cache on the same documents computes missing chunks ahead.")
+    if "prefix_changed" in meta.fallback_reasons:
+        settings = "prefix, primer and system prompt"
+        lines.append(f"prefix_changed: stored behind another prefix; ask with the {settings} of precomputing.")
     return "\n".join(lines)

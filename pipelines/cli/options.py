@@ -24,6 +24,8 @@ from pipelines.config import PipelineConfig
 
 R = TypeVar("R")
 
+NO_PRIMER = "none"
+
 _DEFAULTS = {name: field.default for name, field in PipelineConfig.model_fields.items()}
 
 Verbose = Annotated[bool, Option("--verbose", "-v", help="Log what happens, on stderr.")]
@@ -47,6 +49,14 @@ class ChunkOptions:
     """How documents are cut, and what their chunks are encoded behind; the same for precomputing and asking."""
 
     prefix: Annotated[str, Option(help="What chunks are encoded behind: system, bos or none.")] = _DEFAULTS["prefix"]
+    primer: Annotated[
+        str,
+        Option(
+            metavar="[auto|none|FILE]",
+            help="Passages that chunks are encoded behind as well: chosen from the documents, none, or a file's, which "
+            "is the same whatever documents there are.",
+        ),
+    ] = _DEFAULTS["primer"]
     system_prompt: Annotated[str, Option(help="The instruction before the documents.")] = _DEFAULTS["system_prompt"]
     chunk_tokens: Annotated[int, Option(help="Tokens of a chunk at most.")] = _DEFAULTS["chunk_tokens"]
     chunk_overlap: Annotated[int, Option(help="Tokens repeated in the next chunk.")] = _DEFAULTS["chunk_overlap"]
@@ -101,7 +111,10 @@ class AnswerOptions:
 def settings_of(*groups: Any) -> dict[str, Any]:
     """What these groups say about `PipelineConfig`; options left out are not in it."""
     options = {field.name: getattr(group, field.name) for group in groups for field in dataclasses.fields(group)}
-    return {name: value for name, value in options.items() if name in _DEFAULTS and value is not None}
+    settings = {name: value for name, value in options.items() if name in _DEFAULTS and value is not None}
+    if settings.get("primer") == NO_PRIMER:
+        settings["primer"] = None
+    return settings
 
 
 def takes_groups(command: Callable[..., R]) -> Callable[..., R]:

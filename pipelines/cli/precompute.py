@@ -17,6 +17,7 @@ from pipelines.cli.progress import PrecomputeBar
 from pipelines.cli.units import parse_size, size_text
 from pipelines.config import make_config
 from pipelines.precompute import PrecomputeSummary
+from pipelines.primer_source import require_saveable, save_primer
 
 if TYPE_CHECKING:
     from pipelines.rag import RagPipeline
@@ -37,6 +38,14 @@ def precompute_chunk_cache(
         int,
         Option("--host-budget", parser=parse_size, metavar="SIZE", help="KV to keep in memory as well, e.g. 4GiB."),
     ] = 0,
+    save_primer_as: Annotated[
+        Path | None,
+        Option(
+            "--save-primer",
+            metavar="FILE",
+            help="Keep the primer as a .jsonl file for --primer, so that documents added later do not change it.",
+        ),
+    ] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Only say what would be done.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -44,19 +53,28 @@ def precompute_chunk_cache(
 
     PATHS are .txt, .md and .jsonl documents, folders of them, and questions in MuSiQue's or CacheBlend's shape
     (.json or .jsonl), whose contexts are taken. What is cached is skipped: run it again after an interruption or when
-    documents were added. Ask with the same model, dtype, prefix, system prompt and chunk settings.
+    documents were added. Ask with the same model, dtype, prefix, primer, system prompt and chunk settings.
+
+    With the primer "auto", other documents may give another primer: then all chunks are computed anew, and questions
+    over these documents alone miss them. For a corpus that grows, give --save-primer once, and its file as --primer
+    ever after, here and when asking.
 
     \b
     Example:
       precompute-chunk-cache inputs/data/demo
     """
+    if save_primer_as is not None:
+        require_saveable(save_primer_as)
     log_to_stderr(model.verbose)
     config = make_config(**settings_of(model, chunks), host_budget_bytes=host_budget_bytes)
     documents = load_documents(paths)
     from pipelines.rag import RagPipeline
 
     with RagPipeline(documents, config) as pipeline:
+        if save_primer_as is not None:
+            save_primer(save_primer_as, pipeline.primer)
         summary = _precompute(pipeline, dry_run)
+        primer = [token for chunk in pipeline.primer for token in chunk.token_ids]
         account = {
             "documents": len(documents),
             **summary.to_dict(),
@@ -64,22 +82,24 @@ def precompute_chunk_cache(
             "engine": pipeline.engine,
             "dtype": config.dtype,
             "cache_dir": str(config.cache_dir),
+            "primer": primer,
         }
     if as_json:
         print_json(account)
     else:
-        print_table(summary_table(summary, len(documents), account["engine"], str(config.cache_dir)))
+        print_table(summary_table(summary, len(documents), account["engine"], str(config.cache_dir), len(primer)))
     if summary.not_on_disk or summary.not_kept:
         raise typer.Exit(NOT_KEPT)
 
 
-def summary_table(summary: PrecomputeSummary, documents: int, engine: str, cache_dir: str) -> Table:
+def summary_table(summary: PrecomputeSummary, documents: int, engine: str, cache_dir: str, primer: int) -> Table:
     """What a precomputation did, for people."""
     table = Table(title="Dry run: nothing was computed" if summary.dry_run else None, show_header=False)
     computed = "to compute" if summary.dry_run else "computed"
     table.add_row("engine", engine)
     table.add_row("documents", f"{documents:,}")
     table.add_row("chunks", f"{summary.chunks:,} ({summary.distinct:,} different)")
+    table.add_row("primer", f"{primer:,} tokens" if primer else "none")
     table.add_row("cached before", f"{summary.cached:,}")
     table.add_row(computed, f"{summary.computed:,} ({summary.tokens_computed:,} of {summary.tokens:,} tokens)")
     table.add_row("KV " + computed, f"{size_text(summary.kv_bytes)} ({summary.bytes_per_token:,} bytes a token)")

@@ -62,7 +62,7 @@ def test_missing_chunks_are_reported_and_collected_afterwards_if_that_is_wished(
     answer = pipeline.run("When does it leave?", documents=FERRIES[:2])
     assert set(answer.meta.fallback_reasons) == {"missing"}
     assert answer.meta.mode == "full"
-    pipeline._missed = MissedChunks(pipeline.runner, pipeline._loop, pipeline._planner.prefix)
+    pipeline._missed = MissedChunks(pipeline.runner, pipeline._loop, pipeline._planner.prefixes)
     try:
         pipeline.run("When does it leave?", documents=FERRIES[:2])
         pipeline._loop.call(lambda: None)
@@ -73,7 +73,7 @@ def test_missing_chunks_are_reported_and_collected_afterwards_if_that_is_wished(
 
 def test_a_question_is_answered_while_chunks_are_precomputed_by_another_engine(pipeline, reference):
     reference.runner.collect([c.token_ids for f in FERRIES[2:] for c in pipeline._corpus.chunk(Document("", f))],
-                             pipeline._planner.prefix)  # fmt: skip
+                             pipeline._planner.prefixes.head)  # fmt: skip
     deadline = time.monotonic() + 30
     while (answer := pipeline.run("When?", documents=FERRIES[2:])).meta.fallback_reasons:
         assert time.monotonic() < deadline

@@ -53,3 +53,22 @@ def test_the_shards_of_a_run_on_vllm_come_to_one_report_behind_its_gates(tmp_pat
     assert 0 < rows["query:0.15"]["kl_answer"]["mean"] < rows["reuse"]["kl_answer"]["mean"]
     assert rows["query:0.15"]["recomputed_ratio"] == pytest.approx(0.15, abs=0.01)
     assert all(row["fallbacks"] == {} for row in rows.values())
+
+
+@pytest.mark.slow
+def test_chunks_behind_a_primer_come_to_what_they_come_to_on_the_reference_engine(tmp_path: Path) -> None:
+    primed = ["--primer-tokens", "500", "--questions", "1", "--arms", "full,reuse,query:0.15"]
+    rows: dict[str, dict[str, Any]] = {}
+    primers = []
+    for engine in ("vllm", "reference"):
+        done = call(tmp_path / engine, *primed, "--engine", engine)
+        assert done.returncode == 0, done.stderr
+        result = json.loads((tmp_path / engine / "result.json").read_text())
+        rows[engine] = {row["name"]: row for row in result["rows"]}
+        primers.append(result["settings"]["primer"])
+    assert primers[0] == primers[1]
+    assert primers[0]["chunks"] > 1
+    for arm in ("reuse", "query:0.15"):
+        on_vllm, on_reference = rows["vllm"][arm], rows["reference"][arm]
+        assert on_vllm["kl_answer"]["mean"] == pytest.approx(on_reference["kl_answer"]["mean"], rel=1e-2)
+        assert on_vllm["fallbacks"] == on_reference["fallbacks"] == {}

@@ -91,10 +91,16 @@ def test_a_chunk_that_cannot_be_had_is_fresh_with_its_reason_and_the_others_are_
     assert plan.fallback_reasons == ("missing",)
 
 
-def test_the_prefix_is_the_requests_head_then_the_bos_then_none(planner_of, tmp_path):
-    for prefix in ((), (BOS,), HEAD):
+def test_the_prefix_is_the_requests_head_then_the_bos(planner_of, tmp_path):
+    for prefix in ((BOS,), HEAD):
         put(tmp_path, identity_of(1, prefix=prefix))
         assert one_chunk(planner_of()).identity == identity_of(1, prefix=prefix)
+
+
+def test_a_chunk_encoded_behind_nothing_serves_only_who_asks_for_that(planner_of, tmp_path):
+    put(tmp_path, identity_of(1))
+    assert one_chunk(planner_of()).reason == "prefix_changed"
+    assert one_chunk(planner_of(), prefix=0).identity == identity_of(1)
 
 
 def test_all_fresh_segments_before_the_first_reused_one_are_the_head(planner_of, tmp_path):
