@@ -29,7 +29,7 @@ from cacheblend.selectors.query import first_tallied_layer
 from cacheblend.selectors.selection import RowSelection
 from cacheblend.vllm_backend.forward import LayersForward
 from cacheblend.vllm_backend.hidden import Hidden
-from cacheblend.vllm_backend.messages import BlendDone, BlendOrder
+from cacheblend.vllm_backend.messages import BlendDone, BlendOrder, BlendTimes
 from cacheblend.vllm_backend.placement import PlacedSpan, place_layers
 from cacheblend.vllm_backend.ranks import Ranks
 from cacheblend.vllm_backend.rotary import RotaryTables
@@ -104,6 +104,8 @@ class BlendBatch:
     ranks: Ranks
     most_rows: int
     done: dict[str, BlendDone] = field(default_factory=dict)
+    _prompts: list[_Prompt] = field(default_factory=list, init=False)
+    _times: StageTimes | None = field(default=None, init=False)
 
     def pieces(self) -> Iterator[float]:
         """Do it, piece by piece; when it ends, `done` has each order's account.
@@ -128,7 +130,18 @@ class BlendBatch:
         yield from self._recompute(prompts, place, times)
         # A prompt that computes no row still gets its stored KV.
         place(self.forward.num_layers - 1)
-        self.done = {p.order.request_id: _account(p, times.milliseconds(), len(prompts)) for p in prompts}
+        self.done = {p.order.request_id: _account(p) for p in prompts}
+        self._prompts, self._times = prompts, times
+
+    def times(self) -> dict[str, BlendTimes] | None:
+        """How long each order took, once `pieces` has ended and the device has finished; None before.
+
+        Until then the batch is to be kept, for copies may still read its chunks.
+        """
+        if self._times is None or not self._times.finished:
+            return None
+        taken = BlendTimes(self._times.milliseconds(), len(self._prompts))
+        return {prompt.order.request_id: taken for prompt in self._prompts}
 
     def _load(self, order: BlendOrder) -> _Prompt:
         needed = {s.segment.identity.key: s for s in order.plan.reused if s.segment.identity and s.end > order.start}
@@ -284,10 +297,10 @@ def _rows(prompts: Sequence[_Prompt]) -> list[PromptRows]:
     return [prompt.rows for prompt in prompts if prompt.rows is not None]
 
 
-def _account(prompt: _Prompt, parts_ms: dict[str, float], shared_by: int) -> BlendDone:
+def _account(prompt: _Prompt) -> BlendDone:
     plan, selection = prompt.plan, prompt.selection
-    report = BlendReport(bytes_loaded=prompt.bytes_loaded, parts_ms=parts_ms, fallback_reasons=plan.fallback_reasons)
+    report = BlendReport(bytes_loaded=prompt.bytes_loaded, fallback_reasons=plan.fallback_reasons)
     if selection is None:
-        return BlendDone(report, ((0, ()),), prompt.unavailable, shared_by)
+        return BlendDone(report, ((0, ()),), prompt.unavailable)
     note_blend(report, plan, selection)
-    return BlendDone(report, selection.layer_rows, prompt.unavailable, shared_by)
+    return BlendDone(report, selection.layer_rows, prompt.unavailable)

@@ -13,7 +13,7 @@ from cacheblend.plan import BlendPlan
 from cacheblend.selectors.base import Evidence
 from cacheblend.vllm_backend.blend import BlendBatch
 from cacheblend.vllm_backend.forward import LayersForward
-from cacheblend.vllm_backend.messages import BlendDone, BlendOrder
+from cacheblend.vllm_backend.messages import BlendDone, BlendOrder, BlendTimes
 from cacheblend.vllm_backend.ranks import Ranks
 from cacheblend.vllm_backend.rotary import RotaryTables
 from kvstore.store import ChunkStore
@@ -26,7 +26,10 @@ PLACED_PER_BATCH = 4
 
 @dataclass
 class Progress:
-    """What a step brought: blends that ended well, and those that raised, with the error's name."""
+    """What a step brought: blends that ended well, and those that raised, with the error's name.
+
+    What was told done is all asked of the device, which may still be at it: what is asked of it next comes after.
+    """
 
     done: dict[str, BlendDone] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -63,6 +66,7 @@ class BlendExecutor:
         self._waiting: deque[BlendOrder] = deque()
         self._batch: BlendBatch | None = None
         self._pieces: Iterator[float] = iter(())
+        self._at_the_device: list[BlendBatch] = []
 
     @property
     def busy(self) -> bool:
@@ -84,6 +88,19 @@ class BlendExecutor:
         self._waiting = kept
         return dropped
 
+    def take_times(self) -> dict[str, BlendTimes]:
+        """How long the blends took that the device has finished since the last call."""
+        times: dict[str, BlendTimes] = {}
+        waiting: list[BlendBatch] = []
+        for batch in self._at_the_device:
+            taken = batch.times()
+            if taken is None:
+                waiting.append(batch)
+            else:
+                times.update(taken)
+        self._at_the_device = waiting
+        return times
+
     @torch.inference_mode()
     def advance(self) -> Progress:
         """Work until the step's rows are used up or nothing is left."""
@@ -102,6 +119,7 @@ class BlendExecutor:
             return next(self._pieces)
         except StopIteration:
             progress.done.update(batch.done)
+            self._at_the_device.append(batch)
         except Exception as error:
             if self._ranks.shard.size > 1:
                 # The other ranks may wait for this one in the middle of the pass: an end is better than that.
@@ -122,6 +140,7 @@ class BlendExecutor:
                 for _ in alone.pieces():
                     pass
                 progress.done.update(alone.done)
+                self._at_the_device.append(alone)
             except Exception as own_error:
                 logger.exception("blending request %s failed", order.request_id)
                 progress.failed[order.request_id] = type(own_error).__name__

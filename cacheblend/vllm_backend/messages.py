@@ -87,12 +87,23 @@ class BlendDone:
         report: what it did.
         layer_rows: the reusable rows recomputed, from layer to layer, so that it can be repeated.
         unavailable: chunks that could not be had after all, and were computed as fresh rows.
-        shared_by: requests that were blended together, and share the report's times.
     """
 
     report: BlendReport
     layer_rows: LayerRows
     unavailable: dict[ChunkKey, str]
+
+
+@dataclass(frozen=True, slots=True)
+class BlendTimes:
+    """How long a blend took, known once the device has finished it: on a GPU, some steps after it was told done.
+
+    Attributes:
+        parts_ms: milliseconds by stage.
+        shared_by: requests that were blended together, and share them.
+    """
+
+    parts_ms: dict[str, float]
     shared_by: int
 
 
@@ -117,6 +128,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         events: each rank's store events, in order.
         transfers: each rank's finished transfers.
         done: blends that ended well, as rank 0 tells; the others did the same.
+        times: of blends that the devices have finished, as rank 0 tells.
         failed: blends that raised, and the error's name.
         collected: each rank's answers to orders to collect, by request.
         budgets: the byte budgets that all ranks have now, where one was to be changed.
@@ -127,6 +139,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     events: list[tuple[int, StoreEvent]] = field(default_factory=list)
     transfers: list[tuple[int, TransferResult]] = field(default_factory=list)
     done: dict[str, BlendDone] = field(default_factory=dict)
+    times: dict[str, BlendTimes] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     collected: dict[str, list[Collected]] = field(default_factory=dict)
     budgets: dict[Tier, int] = field(default_factory=dict)
@@ -143,6 +156,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             [*self.events, *other.events],
             [*self.transfers, *other.transfers],
             {**other.done, **self.done},
+            {**other.times, **self.times},
             {**other.failed, **self.failed},
             collected,
             {tier: min(self.budgets.get(tier, n), n) for tier, n in {**self.budgets, **other.budgets}.items()},

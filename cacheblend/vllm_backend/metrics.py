@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from cacheblend.plan import Policy
 from cacheblend.protocols import BlendReport
+from cacheblend.vllm_backend.messages import BlendTimes
 from cacheblend.vllm_backend.tracking import Tracked
 
 METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -90,8 +91,11 @@ class BlendStats(KVConnectorStats):
             self.count("bytes_loaded", tier, nbytes)
         self.count("rows_reused", amount=report.reused_tokens)
         self.count("rows_recomputed", amount=report.recomputed_tokens)
-        for stage, milliseconds in report.parts_ms.items():
-            self.count("seconds", stage, milliseconds / 1e3 / tracked.shared_by)
+
+    def take_times(self, times: BlendTimes) -> None:
+        """Count a request's share of the seconds of its blend."""
+        for stage, milliseconds in times.parts_ms.items():
+            self.count("seconds", stage, milliseconds / 1e3 / times.shared_by)
 
     def reset(self) -> None:
         """See `KVConnectorStats.reset`."""

@@ -15,7 +15,7 @@ from cacheblend.step_log import log_residency
 from cacheblend.vllm_backend import namespaces
 from cacheblend.vllm_backend.arrivals import Arrival
 from cacheblend.vllm_backend.collecting import CollectRequests
-from cacheblend.vllm_backend.messages import BlendDone, BlendOrder, StepOrders, WorkerReport
+from cacheblend.vllm_backend.messages import BlendDone, BlendOrder, BlendTimes, StepOrders, WorkerReport
 from cacheblend.vllm_backend.metrics import BlendStats
 from cacheblend.vllm_backend.namespaces import Namespaces
 from cacheblend.vllm_backend.planner import Planner
@@ -170,6 +170,10 @@ class SchedulerHalf:
         for request_id, done in report.done.items():
             if request_id in self._tracked:
                 self._take_done(self._tracked[request_id], done)
+        for request_id, times in report.times.items():
+            self.stats.take_times(times)
+            if request_id in self._tracked:
+                self._take_times(self._tracked[request_id], times)
         for request_id, error in report.failed.items():
             if request_id in self._tracked:
                 self._take_failure(self._tracked[request_id], error)
@@ -351,7 +355,7 @@ class SchedulerHalf:
             if known is not None:
                 report.recomputed_ratio = known.recomputed_ratio
         tracked.phase = Phase.BLENDED
-        tracked.report, tracked.layer_rows, tracked.shared_by = report, done.layer_rows, done.shared_by
+        tracked.report, tracked.layer_rows = report, done.layer_rows
         self._stop_leading(tracked)
         tracked.plan = plan.with_fresh(done.unavailable)
         self._tell(tracked)
@@ -367,6 +371,11 @@ class SchedulerHalf:
                     self._use(other, other.plan.with_fresh(done.unavailable))
         elif namespace.layer_rows is None:
             namespace.layer_rows, namespace.report = done.layer_rows, report
+
+    def _take_times(self, tracked: Tracked, times: BlendTimes) -> None:
+        if tracked.report is not None:
+            tracked.report.parts_ms = times.parts_ms
+            self._tell(tracked)
 
     def _take_failure(self, tracked: Tracked, error: str) -> None:
         if tracked.plan is not None and tracked.start > tracked.first_reused:

@@ -32,6 +32,15 @@ class StageTimes:
             self._open.pop()
             self._mark()
 
+    @property
+    def finished(self) -> bool:
+        """Whether the device has done the work of all stages so far."""
+        if not self._on_gpu or not self._marks:
+            return True
+        last = self._marks[-1][1]
+        assert isinstance(last, torch.cuda.Event)
+        return last.query()
+
     def milliseconds(self) -> dict[str, float]:
         """Milliseconds by stage; on a GPU, waits until its work is done."""
         totals: dict[str, float] = {}

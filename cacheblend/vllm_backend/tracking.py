@@ -45,7 +45,6 @@ class Tracked:
         start: rows found in the prefix cache.
         report: what its blend did.
         layer_rows: the rows it recomputed, for a blend after a preemption.
-        shared_by: requests that were blended together.
     """
 
     request: Any
@@ -61,7 +60,6 @@ class Tracked:
     start: int = 0
     report: BlendReport | None = None
     layer_rows: LayerRows | None = None
-    shared_by: int = 1
 
     @property
     def id(self) -> str:

@@ -144,6 +144,8 @@ class WorkerHalf:
         rank = self._ranks.shard.rank
         report, self._report = self._report, WorkerReport()
         report.budgets = self._held.take_budgets()
+        if self._executor is not None:
+            report.times = self._executor.take_times()
         report.transfers = [(rank, result) for result in self._held.prefetcher.poll()]
         while True:
             try:

@@ -57,6 +57,18 @@ def test_chunks_encoded_behind_a_primer_are_used_before_the_place_they_were_enco
     assert error(answer.first, engine.replayed(ask, answer, (*corpus.head, *primer))[0]) <= TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("selector", "stages"),
+    [("chunk_head", {"load", "relocate", "recompute"}), ("query", {"load", "relocate", "score", "recompute"})],
+)
+def test_an_account_of_several_tokens_says_how_long_each_stage_took(engine, corpus, selector, stages):
+    answer = engine.one(corpus.ask(1, 0, question=engine.ids(8, 65), selector=selector), tokens=8)
+    assert answer.meta["parts_ms"].keys() == stages
+    assert all(milliseconds >= 0 for milliseconds in answer.meta["parts_ms"].values())
+    again = engine.one(corpus.ask(0, 1, question=engine.ids(8, 66), selector=selector), tokens=8)
+    assert again.meta["parts_ms"].keys() == stages
+
+
 def test_the_same_chunk_twice_in_one_prompt(engine, corpus):
     ask = corpus.ask(3, 1, 3, selector="chunk_head+deviation", question=engine.ids(13, 31))
     answer = engine.one(ask)
