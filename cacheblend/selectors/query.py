@@ -3,8 +3,8 @@
 The question is run once over the reused KV; the attention it pays to each cached key, summed over heads, question
 rows and the second half of the layers, ranks the rows. Query-guided selection is the common idea of ProphetKV,
 FusionRAG and QCFuse (2026). Which layers is ours, found on calibration data
-(`eval/results/2026-11-30-h200-calibration`): the first third ranks little better than chance, and all layers together
-worse than the second half alone.
+(`eval/results/2026-11-30-h200-calibration`): the first third is not told from chance, and for chunks behind a primer
+all layers together rank worse than the second half alone.
 """
 
 from __future__ import annotations
