@@ -18,7 +18,9 @@ MAX_BATCH_ROWS = 2048
 
 
 class ChunkCollector:
-    """Computes chunk KV; the prefix is prefilled once for all chunks behind it.
+    """Computes chunk KV; a prefix is prefilled once for all chunks behind it.
+
+    Its KV is kept until another prefix or `close`: corpora are collected a few chunks a call, all behind one prefix.
 
     Args:
         forward: runs the model.
@@ -26,6 +28,7 @@ class ChunkCollector:
 
     def __init__(self, forward: RowsForward) -> None:
         self._forward = forward
+        self._last_prefix: tuple[tuple[int, ...], torch.Tensor] | None = None
 
     @torch.inference_mode()
     def collect(self, identities: Sequence[ChunkIdentity]) -> Iterator[ChunkKV]:
@@ -39,11 +42,26 @@ class ChunkCollector:
         """
         prefix_kv: torch.Tensor | None = None
         if identities and identities[0].prefix_ids:
-            prefix_kv = self._prefill(list(identities[0].prefix_ids))
+            prefix_kv = self._prefix_kv(identities[0].prefix_ids)
         for batch in _batches(identities):
             yield from self._collect_batch(batch, prefix_kv)
 
-    def _prefill(self, token_ids: list[int]) -> torch.Tensor:
+    def close(self) -> None:
+        """Give the kept prefix's memory back; collecting again prefills it anew."""
+        self._last_prefix = None
+
+    def _prefix_kv(self, prefix_ids: tuple[int, ...]) -> torch.Tensor:
+        # One read and one write: threads that collect at once may prefill a prefix twice, never mix two.
+        last = self._last_prefix
+        if last is not None and last[0] == prefix_ids:
+            return last[1]
+        # Let go of before the next is computed, so that there is never memory for two.
+        last = self._last_prefix = None
+        kv = self._prefill(prefix_ids)
+        self._last_prefix = prefix_ids, kv
+        return kv
+
+    def _prefill(self, token_ids: Sequence[int]) -> torch.Tensor:
         sequence = self._sequence("prefix", token_ids)
         self._forward.run(RowBatch([self._rows(sequence, 0)]))
         assert sequence.kv is not None
@@ -65,7 +83,7 @@ class ChunkCollector:
             end = identity.base_position + len(identity.token_ids)
             yield ChunkKV(identity, kv[:, :, :, identity.base_position : end].transpose(2, 3).contiguous().cpu())
 
-    def _sequence(self, name: str, token_ids: list[int]) -> RunningSequence:
+    def _sequence(self, name: str, token_ids: Sequence[int]) -> RunningSequence:
         sequence = RunningSequence(name, full_prefill_plan(token_ids), SamplingParams(max_tokens=1))
         self._forward.allocate(sequence)
         return sequence

@@ -195,6 +195,7 @@ class ReferenceRunner:
         """See `ModelRunner.close`: memory of what was not released."""
         for sequence_id in list(self._sequences):
             self.release(sequence_id)
+        self._collector.close()
 
     def generate(self, token_ids: Sequence[int], sampling: SamplingParams | None = None) -> list[int]:
         """Run one prompt to its end under `cache_fuse_metadata`: CacheBlend's recipes in one call.

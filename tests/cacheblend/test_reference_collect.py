@@ -121,6 +121,71 @@ def test_batches_hold_at_most_so_many_rows_their_prefixes_included_and_change_no
         torch.testing.assert_close(store.get(identity).kv, other_store.get(identity).kv, atol=1e-5, rtol=0)
 
 
+def rows_of_passes(runner):
+    """The rows of every forward pass from now on, in a list that grows."""
+    rows = []
+    run = runner._forward.run
+
+    def counted(batch, *args, **kwargs):
+        rows.append(len(batch))
+        return run(batch, *args, **kwargs)
+
+    runner._forward.run = counted
+    return rows
+
+
+def test_calls_behind_the_same_prefix_prefill_it_once(folder, store):
+    runner = ReferenceRunner.from_folder(folder, store)
+    rows = rows_of_passes(runner)
+    for chunk in CHUNKS[:3]:
+        runner.collect([chunk], PREFIX)
+    assert rows == [5, 30, 1, 80]
+
+
+def test_one_prefix_is_kept_until_another_one_or_the_end(folder, store):
+    runner = ReferenceRunner.from_folder(folder, store)
+    rows = rows_of_passes(runner)
+    runner.collect([[10]], PREFIX)
+    runner.collect([[11]], [])
+    runner.collect([[12]], PREFIX)
+    assert rows == [5, 1, 1, 1]
+    runner.collect([[13]], PREFIX[:2])
+    runner.collect([[14]], PREFIX)
+    assert rows[4:] == [2, 1, 5, 1]
+    runner.close()
+    assert runner._collector._last_prefix is None
+    runner.collect([[15]], PREFIX)
+    assert rows[8:] == [5, 1]
+
+
+@pytest.mark.parametrize("variant", ["llama-default", "qwen3-yarn"])
+def test_chunks_behind_a_kept_prefix_are_bit_for_bit_those_of_a_runner_that_is_new_to_it(tiny_folder, store, variant):
+    runner = ReferenceRunner.from_folder(tiny_folder(variant), store)
+    for chunk in CHUNKS:
+        runner.collect([chunk], PREFIX)
+        other_store = ChunkStore(None, 1 << 26)
+        other = ReferenceRunner.from_folder(tiny_folder(variant), other_store)
+        other.collect([chunk], PREFIX)
+        (identity,) = identities(other, [chunk], PREFIX)
+        assert torch.equal(store.get(identity).kv, other_store.get(identity).kv)
+
+
+def test_a_prefix_that_could_not_be_prefilled_is_not_kept(folder, store):
+    runner = ReferenceRunner.from_folder(folder, store)
+    run = runner._forward.run
+
+    def out_of_memory(*_):
+        raise RuntimeError("out of memory")
+
+    runner._forward.run = out_of_memory
+    with pytest.raises(RuntimeError, match="out of memory"):
+        runner.collect([[10]], PREFIX)
+    runner._forward.run = run
+    rows = rows_of_passes(runner)
+    runner.collect([[10]], PREFIX)
+    assert rows == [5, 1]
+
+
 def test_a_chunk_of_one_token_is_one_row(counted, store):
     counted.runner.collect([[99]], [])
     (identity,) = identities(counted.runner, [[99]], [])
