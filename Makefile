@@ -20,6 +20,8 @@ EMPTY :=
 RATIOS := 0.05 0.10 0.15 0.20 0.30 0.50
 GPU_ARMS = $(subst $(EMPTY) $(EMPTY),$(COMMA),full full-again prefix-cached reuse $(addprefix chunk_head:,4 16 32 96) \
 	$(foreach selector,deviation query chunk_head+query,$(addprefix $(selector):,$(RATIOS))))
+# Over retrieved contexts it is another run, in folders of its own.
+FIDELITY_OUT = $(OUT)/fidelity$(if $(RETRIEVED),-retrieved)
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
@@ -90,16 +92,17 @@ gpu-bench: $(SETUP) ## Check the kernels and measure speed on a CUDA device (80 
 gpu-plots: $(SETUP) ## Draw what gpu-bench left in OUT=FOLDER; FIDELITY=result.json of gpu-eval adds the dial.
 	$(BIN)/python -m eval.speed_plots --results $(OUT) --out $(OUT)$(if $(FIDELITY), --fidelity $(FIDELITY))
 
-gpu-eval: $(SETUP) ## Measure fidelity on a CUDA device, into OUT=FOLDER; MODEL=FOLDER DATA=FILE; the same call goes on.
+gpu-eval: $(SETUP) ## Measure fidelity on a CUDA device, into OUT=FOLDER; MODEL=FOLDER DATA=FILE, RETRIEVED=FILE of eval-retrieval; the same call goes on.
 	$(if $(and $(MODEL),$(DATA)),,$(error gpu-eval needs MODEL=FOLDER of a model and DATA=FILE of questions))
-	$(BIN)/python -m eval.musique --engine vllm --dtype bfloat16 --model $(MODEL) --data $(DATA) --arms $(GPU_ARMS) --against deviation:0.15 --apart 111 --in-flight 32 --host-gib 24 --prefix system --out $(OUT)/fidelity-system
-	$(BIN)/python -m eval.musique --engine vllm --dtype bfloat16 --model $(MODEL) --data $(DATA) --arms $(GPU_ARMS) --against deviation:0.15 --apart 111 --in-flight 32 --host-gib 24 --prefix none --out $(OUT)/fidelity-alone
+	$(BIN)/python -m eval.musique --engine vllm --dtype bfloat16 --model $(MODEL) --data $(DATA) $(if $(RETRIEVED),--retrieved $(RETRIEVED)) --arms $(GPU_ARMS) --against deviation:0.15 --apart 111 --in-flight 32 --host-gib 24 --prefix system --out $(FIDELITY_OUT)-system
+	$(BIN)/python -m eval.musique --engine vllm --dtype bfloat16 --model $(MODEL) --data $(DATA) $(if $(RETRIEVED),--retrieved $(RETRIEVED)) --arms $(GPU_ARMS) --against deviation:0.15 --apart 111 --in-flight 32 --host-gib 24 --prefix system --primer-tokens 1400 --out $(FIDELITY_OUT)-primer
+	$(BIN)/python -m eval.musique --engine vllm --dtype bfloat16 --model $(MODEL) --data $(DATA) $(if $(RETRIEVED),--retrieved $(RETRIEVED)) --arms $(GPU_ARMS) --against deviation:0.15 --apart 111 --in-flight 32 --host-gib 24 --prefix none --out $(FIDELITY_OUT)-alone
 
-eval-musique: $(SETUP) ## Measure fidelity on the invented questions, into results/; DATA=FILE for others.
-	$(BIN)/python -m eval.musique $(if $(DATA),--data $(DATA))
+eval-musique: $(SETUP) ## Measure fidelity on the invented questions, into results/; DATA=FILE for others, RETRIEVED=FILE for other contexts.
+	$(BIN)/python -m eval.musique $(if $(DATA),--data $(DATA)) $(if $(RETRIEVED),--retrieved $(RETRIEVED))
 
-eval-retrieval: $(SETUP) ## Measure retrieval on the invented questions; DATA=FILE for others.
-	$(BIN)/python -m eval.retrieval $(if $(DATA),--data $(DATA))
+eval-retrieval: $(SETUP) ## Measure retrieval on the invented questions; DATA=FILE for others, IDS=FILE keeps what was retrieved, for RETRIEVED.
+	$(BIN)/python -m eval.retrieval $(if $(DATA),--data $(DATA)) $(if $(IDS),--ids $(IDS))
 
 clean: ## Remove the virtual environment and caches of tools.
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

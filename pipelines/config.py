@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from cacheblend.errors import BlendError
+from cacheblend.fidelity import Fidelity
 from cacheblend.plan import Policy
 from pipelines.errors import PipelineError
 from pipelines.models import DEFAULT_EMBEDDER, DEFAULT_MODEL
@@ -56,6 +58,7 @@ class PipelineConfig(BaseModel):
         top_k: chunks retrieved for a question.
         candidates: further chunks looked at for speculative prefetch.
         policy, selector, ratio, head_tokens: how prompts are blended unless a call says otherwise.
+        fidelity: `fast`, `balanced` or `faithful` instead of `ratio`: how close to full prefill's answers shall be.
         max_tokens: new tokens of an answer unless a call says otherwise.
         collect_missed: after an answer, compute the KV of the chunks that were missing when its question was laid
             out; where no tier has room for them (no folder, host full) that is in vain, each time anew.
@@ -82,6 +85,7 @@ class PipelineConfig(BaseModel):
     policy: Policy = Policy.BLEND
     selector: str = "chunk_head+query"
     ratio: float | None = None
+    fidelity: Fidelity | None = None
     head_tokens: int | None = None
     max_tokens: int = Field(default=64, ge=1)
     collect_missed: bool = False
@@ -94,27 +98,60 @@ class PipelineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _selector_exists(self) -> PipelineConfig:
-        self.make_selector()
+        self.make_selector(ratio=self.ratio, fidelity=self.fidelity)
         return self
 
     def make_selector(
-        self, name: str | None = None, ratio: float | None = None, head_tokens: int | None = None
+        self,
+        name: str | None = None,
+        ratio: float | None = None,
+        head_tokens: int | None = None,
+        fidelity: Fidelity | str | None = None,
     ) -> Selector:
         """The selector of a call: what the call names, the settings otherwise.
 
-        A call that names another selector than the settings starts from that one's defaults.
+        A call that names another selector than the settings starts from that one's defaults. Its ratio takes the place
+        of a fidelity in the settings, and its fidelity that of a ratio.
 
         Raises:
+            PipelineError: for an unknown fidelity, one beside a ratio, or one for a selector without a ratio.
             BlendError: for an unknown selector or a ratio outside 0 to 1.
         """
-        # Imported here because it loads torch, and `--help` shows the settings without it.
-        from cacheblend.selectors import make_selector
-
+        asked = None if fidelity is None else _fidelity(fidelity)
+        if asked is not None and ratio is not None:
+            raise PipelineError(f"Fidelity '{asked}' and ratio {ratio} are both given; give one of them.")
         if name is None or name == self.selector:
             name = self.selector
-            ratio = self.ratio if ratio is None else ratio
             head_tokens = self.head_tokens if head_tokens is None else head_tokens
-        return make_selector(name, ratio, head_tokens)
+            if ratio is None and asked is None:
+                ratio, asked = self.ratio, self.fidelity
+        if asked is not None:
+            return _selector_of_fidelity(name, asked, head_tokens)
+        return _selector(name, ratio, head_tokens)
+
+
+def _fidelity(name: str) -> Fidelity:
+    try:
+        return Fidelity(name)
+    except ValueError:
+        raise PipelineError(f"Fidelity '{name}' is unknown; use one of {', '.join(Fidelity)}.") from None
+
+
+def _selector(name: str, ratio: float | None, head_tokens: int | None) -> Selector:
+    # Imported here because it loads torch, and `--help` shows the settings without it.
+    from cacheblend.selectors import make_selector
+
+    return make_selector(name, ratio, head_tokens)
+
+
+def _selector_of_fidelity(name: str, fidelity: Fidelity, head_tokens: int | None) -> Selector:
+    _selector(name, None, head_tokens)
+    try:
+        return _selector(name, fidelity.ratio, head_tokens)
+    except BlendError:
+        # It is the ratio that this selector refuses, and the user gave none.
+        sentence = f"Selector '{name}' takes no fidelity (got '{fidelity}'); leave it out or use another selector."
+        raise PipelineError(sentence) from None
 
 
 def make_config(**settings: Any) -> PipelineConfig:

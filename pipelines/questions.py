@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cacheblend.fidelity import Fidelity
 from cacheblend.plan import BlendPlan, Policy, Segment, SegmentRole, require_fits
 from cacheblend.protocols import PrefillHints
 from cacheblend.request import EngineRequest
@@ -64,6 +65,7 @@ class QuestionPlanner:
         policy: Policy | str | None = None,
         selector: str | None = None,
         ratio: float | None = None,
+        fidelity: Fidelity | str | None = None,
         head_tokens: int | None = None,
         top_k: int | None = None,
         documents: Iterable[Any] | None = None,
@@ -74,7 +76,7 @@ class QuestionPlanner:
         # Arguments and input that are not UTF-8 come with lone surrogates, which tokenizers do not take.
         question = clean_text(question)
         chosen = self._policy(policy)
-        blender = self.config.make_selector(selector, ratio, head_tokens)
+        blender = self.config.make_selector(selector, ratio, head_tokens, fidelity)
         question_ids = self.template.question_ids(question)
         sampling = sampling or SamplingParams(max_tokens=self.config.max_tokens)
         sampling = replace(sampling, stop=tuple(map(clean_text, sampling.stop)))

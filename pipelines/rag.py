@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from cacheblend.assembly import make_engine
+from cacheblend.fidelity import Fidelity
 from cacheblend.plan import Policy
 from cacheblend.request import RequestOutcome
 from cacheblend.sampling_params import SamplingParams
@@ -223,6 +224,7 @@ class RagPipeline:
         policy: Policy | str | None = None,
         selector: str | None = None,
         ratio: float | None = None,
+        fidelity: Fidelity | str | None = None,
         head_tokens: int | None = None,
         top_k: int | None = None,
         documents: Iterable[Any] | None = None,
@@ -236,6 +238,7 @@ class RagPipeline:
             policy: `full`, `blend` or `auto`.
             selector: which reusable rows are recomputed; `none` is plain reuse.
             ratio: share of reusable rows to recompute, 0 to 1.
+            fidelity: `fast`, `balanced` or `faithful` instead of a ratio.
             head_tokens: rows per chunk for `chunk_head`.
             top_k: chunks to retrieve.
             documents: answer from these, in this order, instead of retrieving.
@@ -243,7 +246,8 @@ class RagPipeline:
             session: name of the conversation the question belongs to: prediction learns from what reappears in it.
 
         Raises:
-            PipelineError: for an empty question, an unknown policy, or documents that are none or not a list.
+            PipelineError: for an empty question, an unknown policy or fidelity, a fidelity beside a ratio, or documents
+                that are none or not a list.
             BlendError: for an unknown selector, a ratio out of range, or a prompt that does not fit the context.
             RetrievalError: if the corpus is empty, a document has no text, or `top_k` is below 1.
         """
@@ -252,6 +256,7 @@ class RagPipeline:
             policy=policy,
             selector=selector,
             ratio=ratio,
+            fidelity=fidelity,
             head_tokens=head_tokens,
             top_k=top_k,
             documents=documents,

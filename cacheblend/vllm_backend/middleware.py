@@ -130,7 +130,7 @@ def _check_selector(params: Params) -> None:
         # Here because it loads torch, which the API server's start has no need to wait for.
         from cacheblend.selectors import make_selector
 
-        make_selector(params.selector, params.ratio, params.head_tokens, params.check_layers)
+        make_selector(params.selector, params.asked_ratio, params.head_tokens, params.check_layers)
 
 
 def _token_ids(prompt: Any) -> list[list[int]]:

@@ -63,6 +63,8 @@ def report_tables(summary: RunSummary, notes: list[str], absolute: bool) -> str:
 def report_notes(summary: RunSummary, settings: Mapping[str, Any]) -> list[str]:
     """What a reader must know beside the numbers, one sentence each."""
     notes = [f"Full prefill answers {summary.full_is_right} of {summary.questions} questions exactly."]
+    if settings.get("retrieved") is not None:
+        notes.append(_retrieved_note(settings["retrieved"]))
     if settings.get("primer") is not None:
         notes.append(_primer_note(settings, summary))
     if summary.gates is not None:
@@ -153,6 +155,14 @@ def _in_flight_note(in_flight: int) -> str:
     return (
         f"Up to {in_flight} answers of different arms were generated together: their times to first token include one "
         "another's work and are void."
+    )
+
+
+def _retrieved_note(retrieved: Mapping[str, Any]) -> str:
+    # Where there are fewer contexts than asked for, each question gets all.
+    count = min(retrieved["top_k"], retrieved["contexts"])
+    return (
+        f"Each question was answered over {count} contexts retrieved from {retrieved['contexts']:,}, not over its own."
     )
 
 

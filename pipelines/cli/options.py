@@ -87,6 +87,9 @@ class AnswerOptions:
     ratio: Annotated[
         float | None, Option(help="Share of reused rows to recompute, 0 to 1.", show_default="the selector's")
     ] = None
+    fidelity: Annotated[
+        str | None, Option(help="Instead of a ratio: fast, balanced or faithful.", show_default="the ratio")
+    ] = None
     head_tokens: Annotated[
         int | None, Option(help="Rows recomputed at each chunk's head.", show_default="the selector's")
     ] = None

@@ -12,6 +12,8 @@ import typer.main
 REPOSITORY = Path(__file__).parents[2]
 IF_GIVEN = re.compile(r"\$\(if \$\((\w+)\),([^()]*)\$\(\1\)\)")
 """An option of a Makefile line that is there if its variable is."""
+FILES = ("data", "ids", "retrieved")
+"""Options that name a file, as DATA, IDS and RETRIEVED of the Makefile do."""
 DRAWING, MAKING_DATA = "eval.speed_plots", "eval.calibration"
 
 
@@ -53,4 +55,17 @@ def test_a_command_that_is_shown_has_every_option_it_needs(line: str) -> None:
     module, *arguments = shlex.split(line)
     command = typer.main.get_command(app_of(module))
     given = command.make_context(module, arguments).params
-    assert str(given.get("data")).endswith(arguments[arguments.index("--data") + 1] if "--data" in arguments else "")
+    files = {option: arguments[arguments.index(f"--{option}") + 1] for option in FILES if f"--{option}" in arguments}
+    assert {option: str(given[option]) for option in files} == files
+
+
+def test_a_file_that_is_named_to_make_reaches_its_command() -> None:
+    lines = shown("Makefile")
+    named = {option: {line.split()[0] for line in lines if f"--{option} some.jsonl" in line} for option in FILES}
+    assert named == {
+        "data": {"eval.musique", "eval.retrieval", "eval.trace"},
+        "ids": {"eval.retrieval"},
+        "retrieved": {"eval.musique"},
+    }
+    musique = [line for line in lines if line.startswith("eval.musique")]
+    assert sum("--retrieved" in line for line in musique) == len(musique) / 2

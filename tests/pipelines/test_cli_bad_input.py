@@ -57,6 +57,12 @@ BAD_OPTIONS = {
     "ratio below 0": (["--ratio", "-0.1"], "-0.1"),
     "ratio not a number": (["--ratio", "nan"], "nan"),
     "ratio of a selector without one": (["--selector", "none", "--ratio", "0.5"], "takes no ratio"),
+    "unknown fidelity": (["--fidelity", "perfect"], "Setting 'fidelity' cannot be 'perfect': Input should be 'fast'"),
+    "fidelity beside a ratio": (
+        ["--fidelity", "fast", "--ratio", "0.3"],
+        "error: Fidelity 'fast' and ratio 0.3 are both given; give one of them.",
+    ),
+    "fidelity of a selector without a ratio": (["--selector", "none", "--fidelity", "fast"], "takes no fidelity"),
     "unknown selector": (["--selector", "best"], "Selector 'best' is unknown; use one of none, chunk_head"),
     "unknown policy": (["--policy", "lazy"], "Setting 'policy' cannot be 'lazy'"),
     "unknown engine": (["--engine", "steam"], "Setting 'engine' cannot be 'steam'"),
