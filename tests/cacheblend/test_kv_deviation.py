@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from kv_deviation_samples import Case, by_definition, deviation_case
+from triton_interpreter import interpreted_results
 
 from cacheblend.errors import BlendError
 from cacheblend.kernels.kv_deviation import kv_deviation
@@ -86,10 +85,7 @@ if importlib.util.find_spec("triton"):
 
     @pytest.fixture(scope="module")
     def interpreted():
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-        done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        return interpreted_results(__file__)
 
     @pytest.mark.parametrize("name", cases())
     def test_the_kernel_is_the_definition(interpreted, name):

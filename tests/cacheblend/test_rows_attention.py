@@ -2,9 +2,7 @@
 
 import importlib.util
 import json
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import attention_mass_oracle as mass_module
 from attention_mass_oracle import attention_with_mass
 from rows_attention_samples import RowsCase, rows_case
+from triton_interpreter import interpreted_results
 
 from cacheblend.errors import BlendError
 from cacheblend.kernels.pages import PagedLayer
@@ -326,10 +325,7 @@ if importlib.util.find_spec("triton"):
 
     @pytest.fixture(scope="module")
     def interpreted():
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-        done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        return interpreted_results(__file__)
 
     @pytest.mark.parametrize("name", kernel_cases())
     def test_the_kernel_equals_its_twin(interpreted, name):

@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from attention_mass_oracle import attention_with_mass
 from scoring_attention_samples import ScoringCase, mass_error, scoring_case, worst_row
+from triton_interpreter import interpreted_results
 
 from cacheblend.errors import BlendError
 from cacheblend.kernels.pages import PagedLayer
@@ -235,10 +234,7 @@ if importlib.util.find_spec("triton"):
 
     @pytest.fixture(scope="module")
     def interpreted():
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-        done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        return interpreted_results(__file__)
 
     @pytest.mark.parametrize("name", kernel_cases())
     def test_the_kernels_give_the_exact_output_and_mass_and_the_same_again(interpreted, name):
