@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from kvstore.errors import UnavailableReason
 from kvstore.events import EventQueue, Evicted, Published
@@ -52,22 +52,24 @@ class Availability:
 
     def tiers(self, key: ChunkKey, shard: ShardLayout | None = None) -> dict[Tier, int]:
         """The tiers that can serve the chunk's shard, fastest first, each with its KV bytes."""
-        shard = shard or self._shard
         with self._lock:
             entry = self._index.get(key)
-            if entry is None:
-                return {}
-            complete_on_disk = shard in entry.on_disk if self._vouches_alone else entry.complete_on_disk(shard.size)
-            tiers: dict[Tier, int] = {}
-            if shard == self._shard and (
-                complete_on_disk or self._vouches_alone or shard.size == 1 or not self._has_disk
-            ):
-                tiers = self._in_memory(key)
-            if complete_on_disk:
-                tiers[Tier.DISK] = entry.on_disk[shard]
-            if shard in entry.on_remote:
-                tiers[Tier.REMOTE] = entry.on_remote[shard]
-            return tiers
+            return {} if entry is None else self._tiers_of(entry, shard or self._shard)
+
+    def _tiers_of(self, entry: IndexEntry, shard: ShardLayout) -> dict[Tier, int]:
+        on_disk = False
+        if entry.on_disk:
+            on_disk = shard in entry.on_disk if self._vouches_alone else entry.complete_on_disk(shard.size)
+        tiers: dict[Tier, int] = {}
+        if (shard is self._shard or shard == self._shard) and (
+            on_disk or self._vouches_alone or shard.size == 1 or not self._has_disk
+        ):
+            tiers = self._in_memory(entry.key)
+        if on_disk:
+            tiers[Tier.DISK] = entry.on_disk[shard]
+        if entry.on_remote and shard in entry.on_remote:
+            tiers[Tier.REMOTE] = entry.on_remote[shard]
+        return tiers
 
     def records(self) -> list[ChunkRecord]:
         """Every chunk that can be served."""
@@ -104,20 +106,20 @@ class Availability:
     def change(self, key: ChunkKey) -> Iterator[None]:
         """Change where one chunk is, alone; afterwards listeners hear what that did to what can be served."""
         with self._lock:
-            before, entry = self.tiers(key), self._index.get(key)
+            entry = self._index.get(key)
+            before = {} if entry is None else self._tiers_of(entry, self._shard)
             yield
             entry = self._index.get(key) or entry
             if entry is not None:
-                self._tell(entry, before, self.tiers(key))
-                if not (entry.on_disk or entry.on_remote or self._in_memory(key)):
+                after = self._tiers_of(entry, self._shard)
+                self._tell(entry, before, after)
+                if not (after or entry.on_disk or entry.on_remote or self._in_memory(key)):
                     self._index.drop(key)
         self._events.deliver()
 
-    @contextmanager
-    def undisturbed(self) -> Iterator[None]:
+    def undisturbed(self) -> AbstractContextManager[object]:
         """Nothing changes meanwhile, nor is anything changed: cheaper than `change`."""
-        with self._lock:
-            yield
+        return self._lock
 
     def enter(self, identity: ChunkIdentity) -> None:
         """Inside `change`: the chunk is in a memory tier."""
@@ -183,10 +185,12 @@ class Availability:
         return UnavailableReason.OTHER_MODEL if same_text else UnavailableReason.MISSING
 
     def _tell(self, entry: IndexEntry, before: dict[Tier, int], after: dict[Tier, int]) -> None:
-        for tier in after.keys() - before.keys():
-            self._events.queue(Published(entry.key, tier, after[tier], entry.tokens))
-        for tier in before.keys() - after.keys():
-            self._events.queue(Evicted(entry.key, tier, before[tier]))
+        for tier, nbytes in after.items():
+            if tier not in before:
+                self._events.queue(Published(entry.key, tier, nbytes, entry.tokens))
+        for tier, nbytes in before.items():
+            if tier not in after:
+                self._events.queue(Evicted(entry.key, tier, nbytes))
         if after:
             self._reasons_gone.pop(entry.key, None)
         elif before:

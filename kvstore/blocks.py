@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,10 +79,10 @@ class ArenaMemory:
         """See `TensorMemory.allocate`."""
         with self._lock:
             self._take_back()
-            for slab in sorted(self._slabs, key=lambda slab: slab.arena.largest_free):
+            for slab in sorted(self._slabs, key=_largest_free) if len(self._slabs) > 1 else self._slabs:
                 offset = slab.arena.allocate(nbytes)
                 if offset is not None:
-                    with torch.inference_mode(False):
+                    with no_inference_mode():
                         owner, block = slab.buffer.block(offset, nbytes)
                     weakref.finalize(owner, self._returned.append, (slab, offset)).atexit = False
                     return block
@@ -104,3 +105,12 @@ class ArenaMemory:
         while self._returned:
             slab, offset = self._returned.popleft()
             slab.arena.free(offset)
+
+
+def no_inference_mode() -> AbstractContextManager[object]:
+    """Tensors made in this block are ordinary ones; switching the mode off where it is off would cost microseconds."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def _largest_free(slab: _Slab) -> int:
+    return slab.arena.largest_free

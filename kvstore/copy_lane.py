@@ -54,8 +54,7 @@ class CudaLane:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """See `CopyLane.copy`; the source must be page-locked, or the copy is waited for."""
-        # Room taken inside the engine's inference mode may be filled outside of it.
-        with torch.inference_mode(), torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream):
             destination.copy_(source, non_blocking=True)
 
     def mark(self) -> Mark:

@@ -26,13 +26,20 @@ class ChunkCopy:
     stopped: bool = False
     _begun: Mark | None = field(default=None, init=False)
     _last: Mark | None = field(default=None, init=False)
+    _layers: int = field(init=False)
+    _layer_bytes: int = field(init=False)
     _next_layer: int = field(default=0, init=False)
     _outstanding: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        # Once: asking a tensor costs as much as the rest of a look at the queue.
+        self._layers = len(self.source.kv)
+        self._layer_bytes = self.source.nbytes // self._layers
 
     @property
     def all_issued(self) -> bool:
         """Whether the device has been asked for the whole chunk."""
-        return self._next_layer == len(self.source.kv)
+        return self._next_layer == self._layers
 
     @property
     def is_over(self) -> bool:
@@ -116,24 +123,24 @@ class CopyQueue:
     def _issue(self) -> None:
         while self._unissued and not self.paused:
             copy = self._unissued[0]
-            nbytes = self._next_slice(copy) * copy.source.kv[0].nbytes
+            layers = min(max(self._slice_bytes // copy._layer_bytes, 1), copy._layers - copy._next_layer)
+            nbytes = layers * copy._layer_bytes
             if self._ahead and self._ahead + nbytes > self._bytes_ahead:
                 return
-            self._issue_slice(copy, nbytes)
+            self._issue_slice(copy, layers, nbytes)
             if copy.all_issued:
                 self._unissued.popleft()
 
-    def _next_slice(self, copy: ChunkCopy) -> int:
-        """Layers of the copy's next slice."""
-        kv = copy.source.kv
-        return min(max(self._slice_bytes // kv[0].nbytes, 1), len(kv) - copy._next_layer)
-
-    def _issue_slice(self, copy: ChunkCopy, nbytes: int) -> None:
+    def _issue_slice(self, copy: ChunkCopy, layers: int, nbytes: int) -> None:
         begin = copy._next_layer
-        end = begin + self._next_slice(copy)
+        end = begin + layers
         if copy._begun is None:
-            copy._begun = self._lane.mark()
-        self._lane.copy(copy.destination[begin:end], copy.source.kv[begin:end])
+            # Behind a copy that is under way it begins when that one ends.
+            copy._begun = self._issued[-1][1] if self._issued else self._lane.mark()
+        if layers == copy._layers:
+            self._lane.copy(copy.destination, copy.source.kv)
+        else:
+            self._lane.copy(copy.destination[begin:end], copy.source.kv[begin:end])
         copy._last = self._lane.mark()
         self._issued.append((copy, copy._last, nbytes))
         self._ahead += nbytes

@@ -26,8 +26,9 @@ BYTES_AHEAD = 256 << 20
 """What the copy engine has before it: nearly five milliseconds of a 55 GB/s link, one decode step of an 8B model. With
 less, the prefetcher's own thread wakes for every slice, and decoding waits for it: on an H200, saturated, decoding
 took 1.20 times as long with 128 MiB and 1.07 with this."""
-SLICE_BYTES = 48 << 20
-"""A slice costs the interpreter tens of microseconds, which decoding has to wait for; so there are few."""
+SLICE_BYTES = 96 << 20
+"""A slice costs the interpreter tens of microseconds, which decoding has to wait for; so a chunk of 640 tokens of an 8B
+model is one."""
 ADVANCE_S = 1e-3
 """Pause between two looks of the prefetcher's own thread; `BYTES_AHEAD` lasts for it."""
 LOOK_AGAIN_S = 2e-4
@@ -115,7 +116,7 @@ class CudaPrefetcher:
                 else:
                     self._start_to_gpu(order.chunk)
             self._advance()
-            self._changed.notify_all()
+            self._wake()
 
     def poll(self) -> list[TransferResult]:
         """See `AsyncPrefetcher.poll`; what has arrived since is published here."""
@@ -163,7 +164,7 @@ class CudaPrefetcher:
         with self._changed:
             self._copies.paused = False
             self._advance()
-            self._changed.notify_all()
+            self._wake()
 
     @property
     def bytes_issued(self) -> int:
@@ -181,6 +182,10 @@ class CudaPrefetcher:
             self._look_until(lambda: not self._copying, None)
         if self._thread is not None:
             self._thread.end()
+
+    def _wake(self) -> None:
+        if self._thread is not None:
+            self._thread.wake()
 
     def _flight_of(self, key: ChunkKey) -> _Flight | None:
         return self._loading.get(key) or self._queued.get(key) or self._copying.get(key)
@@ -223,8 +228,9 @@ class CudaPrefetcher:
 
     def _advance(self) -> None:
         """Take every flight as far as it gets without waiting."""
-        for result in self._host.poll():
-            self._take_host_result(result)
+        if self._loading or self._ordered_to_host:
+            for result in self._host.poll():
+                self._take_host_result(result)
         self._end_copies()
         while self._queued and self._copies.wants_more:
             key, flight = next(iter(self._queued.items()))
@@ -288,9 +294,9 @@ class CudaPrefetcher:
     def _copy_of(self, identity: ChunkIdentity) -> ChunkCopy:
         """The pinned chunk with room for it on the GPU."""
         key = identity.key
-        if self._store.lookup(identity) is not Tier.HOST:
+        source = self._store.held(identity, Tier.HOST)
+        if source is None:
             raise ChunkUnavailable(key, UnavailableReason.EVICTED, "it left the host before it was copied")
-        source = self._store.get(identity)
         return ChunkCopy(source, self._pool.reserve(key, source.kv.shape, source.kv.dtype))
 
     def _end_copies(self) -> None:

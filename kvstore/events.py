@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore.errors import UnavailableReason
 from kvstore.key import ChunkKey
@@ -15,8 +16,7 @@ from kvstore.tiers import Tier
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
+class Published(NamedTuple):
     """The chunk can now be served from this tier: `nbytes` of KV, `tokens` rows."""
 
     key: ChunkKey
@@ -25,8 +25,7 @@ class Published:
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
+class Evicted(NamedTuple):
     """The chunk can no longer be served from this tier, whoever removed it; `nbytes` of KV left."""
 
     key: ChunkKey

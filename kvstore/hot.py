@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -35,7 +35,7 @@ class HotTiers:
         self._availability = availability
         self._shard = shard
 
-    def get(self, identity: ChunkIdentity, tiers: Mapping[Tier, int]) -> ChunkKV | None:
+    def get(self, identity: ChunkIdentity, tiers: Iterable[Tier]) -> ChunkKV | None:
         """The chunk from the first of these tiers that holds it; see `ChunkStore.get`."""
         for tier in tiers:
             chunk = self._memory[tier].get(identity.key) if tier in self._memory else None

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kvstore.blocks import no_inference_mode
 from kvstore.chunk import ChunkKV
 from kvstore.errors import BudgetExceeded, StoreError
 from kvstore.key import ChunkKey
@@ -308,5 +309,5 @@ class MemoryTier:
 
 def _as_kv(room: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     # Whoever fills it may be outside the inference mode that it was reserved in.
-    with torch.inference_mode(False):
+    with no_inference_mode():
         return room.view(dtype).view(*shape)

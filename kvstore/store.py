@@ -205,6 +205,16 @@ class ChunkStore:
         chunk = self._hot.get(identity, self._availability.tiers(identity.key, shard))
         return self._cold.read(identity, shard)[0] if chunk is None else chunk
 
+    def held(self, identity: ChunkIdentity, tier: Tier) -> ChunkKV | None:
+        """The chunk as this memory tier holds it, None if it does not; asks no other tier. See `get`.
+
+        Raises:
+            ChunkUnavailable: the tier holds other token ids under its key.
+            StoreError: the store is closed.
+        """
+        self._check_open()
+        return self._hot.get(identity, (tier,))
+
     def publish_on_gpu(self, identity: ChunkIdentity) -> None:
         """Serve a chunk from the GPU pool, once the tensor that `gpu.reserve` gave for it is filled.
 

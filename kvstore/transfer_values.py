@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstore.errors import UnavailableReason
@@ -17,8 +16,7 @@ class TransferOrder(NamedTuple):
     target: Tier
 
 
-@dataclass(frozen=True, slots=True)
-class TransferResult:
+class TransferResult(NamedTuple):
     """The end of one transfer.
 
     Attributes:

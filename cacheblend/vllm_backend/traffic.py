@@ -13,13 +13,16 @@ from cacheblend.vllm_backend.arrivals import Arrival, Arrivals
 from cacheblend.vllm_backend.directory import ChunkDirectory
 from cacheblend.vllm_backend.metrics import BlendStats
 from kvstore.errors import UnavailableReason
-from kvstore.events import Evicted, StoreEvent
+from kvstore.events import Evicted, Published, StoreEvent
 from kvstore.key import ChunkKey
 from kvstore.tiers import Tier
 from kvstore.transfer_values import TransferOrder, TransferResult
 
 ADVICE_A_STEP = 16
 """Pieces of advice that are looked at in one step."""
+
+REASONS_KEPT = 4_096
+"""Evictions whose reason is remembered until the workers tell of them, those ordered last."""
 
 SOUND = frozenset({UnavailableReason.HOST_BUDGET, UnavailableReason.CANCELLED})
 """Reasons a load did not happen although the chunk can be had: it is read through from where it is."""
@@ -107,7 +110,10 @@ class ChunkTraffic:
         events = self._directory.follow(told)
         for event in events:
             self._scheduler.on_event(event)
-            if isinstance(event, Evicted):
+            if isinstance(event, Published):
+                # Of an eviction that found nothing there.
+                self._why_evicted.pop((event.key, event.tier), None)
+            elif isinstance(event, Evicted):
                 reason = self._why_evicted.pop((event.key, event.tier), "store")
                 self._stats.count("evictions", f"{event.tier.value}:{reason}")
         return events
@@ -171,6 +177,8 @@ class ChunkTraffic:
         for eviction in evictions:
             self._why_evicted[eviction.key, eviction.tier] = eviction.reason
             self._evictions.append(eviction)
+        while len(self._why_evicted) > REASONS_KEPT:
+            del self._why_evicted[next(iter(self._why_evicted))]
         self._arrivals.expect(orders)
         self._orders.extend(orders)
 

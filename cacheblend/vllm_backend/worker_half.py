@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ class WorkerHalf:
             store.evict(eviction.key, eviction.tier)
         for tier, nbytes in orders.budgets.items():
             self._held.set_budget(tier, nbytes)
-        prefetcher.start([order for order in orders.transfers if order.target is Tier.HOST])
+        self._held.begin(orders.transfers)
         self._held.look_remote(orders.missed)
         for order in orders.blends:
             self._pages_of[order.request_id] = order
@@ -116,7 +116,6 @@ class WorkerHalf:
                 prefetcher.resume()
         elif orders.idle and prefetcher.in_flight(Tier.HOST):
             prefetcher.wait_any(IDLE_WAIT_S, Tier.HOST)
-        prefetcher.start([order for order in orders.transfers if order.target is not Tier.HOST])
 
     def collect(self, orders: StepOrders) -> None:
         """Take chunks whose KV this step has written out of the pages and put them into the store."""
@@ -140,18 +139,18 @@ class WorkerHalf:
         return broken
 
     def take_report(self) -> WorkerReport:
-        """What the scheduler's half should know of this step."""
+        """What the scheduler's half should know of this step; its copies to the GPU begin here.
+
+        The engine asks when it has queued its forward pass. Until then the GPU waits for this thread, which has time
+        afterwards.
+        """
         rank = self._ranks.shard.rank
         report, self._report = self._report, WorkerReport()
         report.budgets = self._held.take_budgets()
         if self._executor is not None:
             report.times = self._executor.take_times()
-        report.transfers = [(rank, result) for result in self._held.prefetcher.poll()]
-        while True:
-            try:
-                report.events.append((rank, self._events.get_nowait()))
-            except Empty:
-                break
+        report.transfers = [(rank, result) for result in self._held.take_results()]
+        report.events = [(rank, self._events.get_nowait()) for _ in range(self._events.qsize())]
         return report
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
@@ -24,7 +24,7 @@ from kvstore.key import ChunkIdentity, ShardLayout
 from kvstore.remote import RemoteTier
 from kvstore.store import ChunkStore
 from kvstore.tiers import PutReport, Tier
-from kvstore.transfer import AsyncPrefetcher, ThreadPrefetcher
+from kvstore.transfer import AsyncPrefetcher, ThreadPrefetcher, TransferOrder, TransferResult
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class WorkerStore:
         background: does what takes its time, one thing after another: talks to the remote server, takes memory.
         has_remote: whether there is one.
         changed_budgets: tiers whose budget was to be changed.
+        promotions: copies to the GPU that were ordered and have not begun.
     """
 
     store: ChunkStore
@@ -48,6 +49,7 @@ class WorkerStore:
     background: ThreadPoolExecutor
     has_remote: bool
     changed_budgets: SimpleQueue[Tier] = field(default_factory=SimpleQueue)
+    promotions: list[TransferOrder] = field(default_factory=list)
 
     def put(self, chunk: ChunkKV) -> PutReport:
         """Keep a chunk; a remote server gets it in the background.
@@ -65,6 +67,20 @@ class WorkerStore:
         if identities and self.has_remote:
             self.background.submit(_logged, self.store.look_remote, identities)
 
+    def begin(self, orders: Sequence[TransferOrder]) -> None:
+        """Begin to load what shall come to the host; copies to the GPU begin with the next `take_results`."""
+        loads = [order for order in orders if order.target is Tier.HOST]
+        if loads:
+            self.prefetcher.start(loads)
+        self.promotions.extend(order for order in orders if order.target is not Tier.HOST)
+
+    def take_results(self) -> list[TransferResult]:
+        """Begin the copies to the GPU that wait for it; the transfers that have ended since the last call."""
+        if self.promotions:
+            self.prefetcher.start(self.promotions)
+            self.promotions.clear()
+        return self.prefetcher.poll()
+
     def set_budget(self, tier: Tier, nbytes: int) -> None:
         """Change a memory tier's budget; `take_budgets` tells what came of it.
 
@@ -77,13 +93,8 @@ class WorkerStore:
 
     def take_budgets(self) -> dict[Tier, int]:
         """Budgets that were to be changed since the last call, as they are now."""
-        changed: dict[Tier, int] = {}
-        while True:
-            try:
-                tier = self.changed_budgets.get_nowait()
-            except Empty:
-                return changed
-            changed[tier] = self.store.budget_bytes(tier)
+        changed = {self.changed_budgets.get_nowait() for _ in range(self.changed_budgets.qsize())}
+        return {tier: self.store.budget_bytes(tier) for tier in changed}
 
     def _change_budget(self, tier: Tier, nbytes: int) -> None:
         try:

@@ -105,6 +105,17 @@ def test_a_chunk_is_served_from_the_fastest_tier_that_has_it(store):
     assert events == put + [Evicted(KEY, tier, ONE) for tier in Tier]
 
 
+def test_what_one_memory_tier_holds_is_had_from_there_alone(store):
+    chunk = sample(1)
+    assert store.held(chunk.identity, Tier.HOST) is None
+    store.put(chunk)
+    assert same(store.held(chunk.identity, Tier.HOST), chunk)
+    assert store.held(chunk.identity, Tier.GPU) is None
+    store.evict(chunk.identity.key, Tier.HOST)
+    assert store.lookup(chunk.identity) is Tier.DISK
+    assert store.held(chunk.identity, Tier.HOST) is None
+
+
 def test_a_chunk_on_the_gpu_is_published_once_its_copy_is_done_and_not_before(store):
     store.put(sample(1))
     room = reserve(store.gpu, sample(1))

@@ -142,6 +142,16 @@ def test_no_more_is_issued_ahead_than_the_bound(tmp_path):
     bench.check_nothing_is_left_over()
 
 
+def test_each_of_several_copies_in_a_row_takes_its_own_seconds(bench):
+    bench.prefetcher.start(to_gpu(*MANY[:3]))
+    bench.lane.work()
+    assert [(result.key, result.seconds) for result in bench.prefetcher.poll()] == [(i.key, 2.0) for i in MANY[:3]]
+    # One that finds nothing under way begins with itself.
+    bench.prefetcher.start(to_gpu(MANY[3]))
+    bench.lane.work()
+    assert [result.seconds for result in bench.prefetcher.poll()] == [2.0]
+
+
 def test_a_slice_larger_than_the_bound_is_copied_all_the_same(tmp_path):
     bench = Bench(tmp_path, bytes_ahead=1)
     bench.prefetcher.start(to_gpu(FIRST, MANY[1]))

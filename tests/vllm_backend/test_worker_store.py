@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,14 +14,18 @@ import torch
 pytest.importorskip("vllm")
 sys.path.insert(0, str(Path(__file__).parents[1] / "kvstore"))
 
+from manual_lane import ManualLane
 from redis_server import RedisServer
 
 from cacheblend.vllm_backend.settings import make_settings
-from cacheblend.vllm_backend.worker_store import open_store
+from cacheblend.vllm_backend.worker_store import WorkerStore, open_store
 from kvstore.chunk import ChunkKV
+from kvstore.cuda_transfer import CudaPrefetcher
 from kvstore.errors import UnavailableReason
 from kvstore.events import Published
+from kvstore.gpu import GpuPool
 from kvstore.key import ChunkIdentity, ShardLayout
+from kvstore.store import ChunkStore
 from kvstore.tiers import Tier
 from kvstore.transfer import TransferOrder
 
@@ -107,3 +112,28 @@ def test_a_tier_that_the_worker_does_not_have_holds_nothing_whatever_its_budget(
     told = {}
     eventually(lambda: told.update(store.take_budgets()) or told)
     assert told == {Tier.GPU: 0}
+
+
+def test_loads_begin_when_they_are_ordered_and_copies_to_the_gpu_when_results_are_taken(tmp_path):
+    warm, cold = chunk_of(3), chunk_of(4)
+    chunks = ChunkStore(tmp_path, 1 << 20, vouches_alone=True, gpu=GpuPool(1 << 20, "cpu"))
+    lane = ManualLane()
+    prefetcher = CudaPrefetcher(chunks, lane=lane, own_thread=False)
+    held = WorkerStore(chunks, prefetcher, ThreadPoolExecutor(1), False)
+    chunks.put(warm)
+    chunks.put(cold)
+    chunks.evict(cold.identity.key, Tier.HOST)
+    held.begin([TransferOrder(warm.identity, Tier.GPU), TransferOrder(cold.identity, Tier.HOST)])
+    assert prefetcher.in_flight(Tier.GPU) == 0
+    prefetcher.wait([cold.identity.key], PATIENCE_S)
+    assert chunks.lookup(cold.identity) is Tier.HOST
+    assert lane.bytes_asked == 0
+    assert [(result.key, result.target) for result in held.take_results()] == [(cold.identity.key, Tier.HOST)]
+    assert lane.bytes_asked == warm.nbytes
+    lane.work()
+    assert [(result.key, result.target, result.ok) for result in held.take_results()] == [
+        (warm.identity.key, Tier.GPU, True)
+    ]
+    assert held.take_results() == []
+    assert lane.bytes_asked == warm.nbytes
+    held.close()
