@@ -10,8 +10,8 @@ from cacheblend.errors import BlendError
 
 OLDEST = Version("0.25.0")
 NEXT_UNTRIED = Version("0.34")
-TESTED = (Version("0.25.0"), Version("0.32.0"))
-"""Releases that pass the gates: 0.25.0 on CUDA, 0.32.0 on CPU."""
+TESTED = tuple(map(Version, ("0.25.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")))
+"""Releases that pass the gates: 0.25.0 on CUDA, the others on CPU."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,4 +35,4 @@ def require_version(version: str) -> None:
 
 
 def _tested() -> str:
-    return " and ".join(map(str, TESTED))
+    return ", ".join(map(str, TESTED))

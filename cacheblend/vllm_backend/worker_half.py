@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from queue import SimpleQueue
@@ -70,6 +71,7 @@ class WorkerHalf:
             UnsupportedModelError: if its layers are not all attention layers of one kind.
         """
         model = model_of(self._config)
+        _leave_the_cores_alone(self._config.device_config.device_type)
         graph_rows = 0 if self._config.model_config.enforce_eager else self._settings.graph_rows
         with torch.inference_mode():
             forward = LayersForward(
@@ -199,3 +201,14 @@ class WorkerHalf:
         assert self._forward is not None
         assert self._executor is not None
         return self._forward, self._executor
+
+
+def _leave_the_cores_alone(device_type: str) -> None:
+    """Have PyTorch compute on one host thread beside a GPU, as vLLM does from 0.30 on, unless the user has said.
+
+    Selection works on the host. The threads of a parallel operation spin when it is over, and where cores are counted
+    (containers) the engine then stands still: on an H200's host every second blend by `deviation` took 40 ms longer.
+    """
+    if device_type == "cuda" and "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > 1:
+        logger.info("cacheblend has PyTorch use one host thread instead of %d", torch.get_num_threads())
+        torch.set_num_threads(1)
