@@ -104,8 +104,8 @@ class BlendBatch:
     ranks: Ranks
     most_rows: int
     done: dict[str, BlendDone] = field(default_factory=dict)
-    _prompts: list[_Prompt] = field(default_factory=list, init=False)
     _times: StageTimes | None = field(default=None, init=False)
+    _in_use: list[ChunkKV | None] = field(default_factory=list, init=False)
 
     def pieces(self) -> Iterator[float]:
         """Do it, piece by piece; when it ends, `done` has each order's account.
@@ -131,17 +131,22 @@ class BlendBatch:
         # A prompt that computes no row still gets its stored KV.
         place(self.forward.num_layers - 1)
         self.done = {p.order.request_id: _account(p) for p in prompts}
-        self._prompts, self._times = prompts, times
+        self._times = times
+        # Copies and kernels that are queued may still read them.
+        self._in_use = [chunk for prompt in prompts for chunk in prompt.chunks]
 
-    def times(self) -> dict[str, BlendTimes] | None:
+    def times(self, wait: bool = False) -> dict[str, BlendTimes] | None:
         """How long each order took, once `pieces` has ended and the device has finished; None before.
 
-        Until then the batch is to be kept, for copies may still read its chunks.
+        Until then the batch is to be kept, and with it the chunks that it reads.
+
+        Args:
+            wait: for the device.
         """
-        if self._times is None or not self._times.finished:
+        if self._times is None or not (wait or self._times.finished):
             return None
-        taken = BlendTimes(self._times.milliseconds(), len(self._prompts))
-        return {prompt.order.request_id: taken for prompt in self._prompts}
+        taken = BlendTimes(self._times.milliseconds(), len(self.orders))
+        return {order.request_id: taken for order in self.orders}
 
     def _load(self, order: BlendOrder) -> _Prompt:
         needed = {s.segment.identity.key: s for s in order.plan.reused if s.segment.identity and s.end > order.start}

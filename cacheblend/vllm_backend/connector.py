@@ -195,7 +195,8 @@ def _make_scheduler_half(vllm_config: VllmConfig, settings: ConnectorSettings, r
     traffic = ChunkTraffic(scheduler, tuple(budgets), directory, predictor, ranks, stats)
     config = transformers_config(vllm_config)
     bos = config.bos_token_id if isinstance(config.bos_token_id, int) else None
-    planner = Planner(fingerprint_of(vllm_config), directory, settings, config.num_hidden_layers, bos)
+    longest = vllm_config.model_config.max_model_len
+    planner = Planner(fingerprint_of(vllm_config), directory, settings, config.num_hidden_layers, longest, bos)
     cache = vllm_config.cache_config
     hash_block = getattr(cache, "hash_block_size", None) or cache.block_size
     return SchedulerHalf(settings, planner, traffic, hash_block, bool(cache.enable_prefix_caching), stats)

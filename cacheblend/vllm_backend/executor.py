@@ -88,12 +88,16 @@ class BlendExecutor:
         self._waiting = kept
         return dropped
 
-    def take_times(self) -> dict[str, BlendTimes]:
-        """How long the blends took that the device has finished since the last call."""
+    def take_times(self, wait: bool = False) -> dict[str, BlendTimes]:
+        """How long the blends took that the device has finished since the last call; their chunks are let go.
+
+        Args:
+            wait: for the device, so that none is left.
+        """
         times: dict[str, BlendTimes] = {}
         waiting: list[BlendBatch] = []
         for batch in self._at_the_device:
-            taken = batch.times()
+            taken = batch.times(wait)
             if taken is None:
                 waiting.append(batch)
             else:

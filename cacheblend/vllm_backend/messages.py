@@ -128,7 +128,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         events: each rank's store events, in order.
         transfers: each rank's finished transfers.
         done: blends that ended well, as rank 0 tells; the others did the same.
-        times: of blends that the devices have finished, as rank 0 tells.
+        times: of blends that the device has finished; rank 0 alone tells.
         failed: blends that raised, and the error's name.
         collected: each rank's answers to orders to collect, by request.
         budgets: the byte budgets that all ranks have now, where one was to be changed.

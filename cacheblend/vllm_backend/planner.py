@@ -22,6 +22,7 @@ class Planner:
         directory: which chunks there are.
         settings: defaults of what a request leaves open.
         num_layers: of the model.
+        max_model_len: positions that the engine knows.
         bos: the model's beginning-of-sequence id, None without one.
     """
 
@@ -31,12 +32,14 @@ class Planner:
         directory: ChunkDirectory,
         settings: ConnectorSettings,
         num_layers: int,
+        max_model_len: int,
         bos: int | None,
     ) -> None:
         self.fingerprint = fingerprint
         self._directory = directory
         self._settings = settings
         self._num_layers = num_layers
+        self._max_model_len = max_model_len
         self._bos = bos
         self._missed: dict[ChunkIdentity, None] = {}
         self._checked(make_selector(settings.selector, settings.ratio))
@@ -103,9 +106,11 @@ class Planner:
         if fingerprint != self.fingerprint:
             # A namespace is filled for the prompt that follows, which must not wait for the next look at the folder.
             self._directory.look_again()
-        identity, reason = self._directory.find(fingerprint, ids, prefixes)
+        # An engine for longer prompts may have stored it where this one's rotary tables do not reach.
+        reached = [prefix for prefix in prefixes if len(prefix) + len(ids) <= self._max_model_len]
+        identity, reason = self._directory.find(fingerprint, ids, reached)
         if identity is None and self._settings.remote is not None:
-            self._missed[ChunkIdentity(fingerprint, prefixes[0], ids)] = None
+            self._missed.update(dict.fromkeys(ChunkIdentity(fingerprint, prefix, ids) for prefix in reached))
         if reason is UnavailableReason.OTHER_MODEL and fingerprint != self.fingerprint:
             # A namespace is part of the fingerprint: the model is the same, the chunk is not in it.
             reason = UnavailableReason.MISSING

@@ -84,12 +84,15 @@ def outgoing(
 def _encoded_behind(plan: BlendPlan) -> tuple[int, tuple[int, ...]]:
     """What the plan's chunks were encoded behind: so many of the prompt's first tokens, and the ids that followed.
 
-    Chunks of a primer were encoded without it; the engine looks for those as well.
+    Chunks of a primer were encoded without it, behind what is then the shorter prefix; the engine looks for those as
+    well.
     """
-    prefix = max((chunk.prefix_ids for chunk in plan.chunks), key=len)
-    head = plan.token_ids[: plan.reused[0].start]
-    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prefix, head, strict=False)))
-    return shared, prefix[shared:]
+    prefixes = {chunk.prefix_ids for chunk in plan.chunks}
+    longest = max(prefixes, key=len)
+    shorter = min((prefix for prefix in prefixes if longest[: len(prefix)] == prefix), key=len)
+    head = plan.token_ids[: plan.reused[0].start if shorter == longest else len(shorter)]
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(longest, head, strict=False)))
+    return shared, longest[shared:]
 
 
 def report_of(prompt: OutgoingPrompt, result: dict[str, Any] | None) -> BlendReport:

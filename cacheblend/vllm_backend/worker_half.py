@@ -98,6 +98,8 @@ class WorkerHalf:
         for request_id in orders.cancels:
             self._cancel(request_id)
         store, prefetcher = self._held.store, self._held.prefetcher
+        # What leaves a tier makes room for what comes next: no blend that was told done shall still hold it.
+        self._take_times(wait=bool(orders.evictions))
         for eviction in orders.evictions:
             # One that is still on its way shall not appear afterwards.
             prefetcher.cancel(eviction.key, target=eviction.tier)
@@ -146,11 +148,10 @@ class WorkerHalf:
         The engine asks when it has queued its forward pass. Until then the GPU waits for this thread, which has time
         afterwards.
         """
+        self._take_times()
         rank = self._ranks.shard.rank
         report, self._report = self._report, WorkerReport()
         report.budgets = self._held.take_budgets()
-        if self._executor is not None:
-            report.times = self._executor.take_times()
         report.transfers = [(rank, result) for result in self._held.take_results()]
         report.events = [(rank, self._events.get_nowait()) for _ in range(self._events.qsize())]
         return report
@@ -171,6 +172,12 @@ class WorkerHalf:
         for request_id in (*progress.done, *progress.failed):
             del self._pages_of[request_id]
             self._ended.add(request_id)
+
+    def _take_times(self, wait: bool = False) -> None:
+        times = self._executor.take_times(wait) if self._executor is not None else {}
+        if self._ranks.shard.rank == 0:
+            # Ranks come to it in different steps: one tells for all.
+            self._report.times.update(times)
 
     def _cancel(self, request_id: str) -> None:
         if self._executor is not None and self._executor.cancel(request_id):

@@ -12,6 +12,7 @@ from eval.fidelity.arms import FULL, FULL_AGAIN, Row
 from eval.fidelity.comparisons import Comparison, compare
 from eval.fidelity.gates import GateSummary
 from eval.fidelity.records import AnswerRecord, ResultLog
+from eval.fidelity.run import QUEUE
 from eval.report.summary import ArmSummary
 from eval.scoring import agrees
 from eval.statistics import Interval, bootstrap_mean, paired_bootstrap, percentiles
@@ -190,9 +191,16 @@ def _recomputed_share(answer: AnswerRecord) -> float:
 
 
 def _median_parts(answers: Sequence[AnswerRecord]) -> dict[str, float]:
-    """Median milliseconds of each part; parts that take no time in any answer are left out."""
+    """Median milliseconds of each part; parts that take no time in any answer are left out.
+
+    A blend's stages are those of the answers that came with some: on a GPU the shortest come without.
+    """
+    staged = [answer for answer in answers if answer.parts_ms.keys() - {QUEUE}]
     parts = dict.fromkeys(part for answer in answers for part in answer.parts_ms)
-    medians = {part: percentiles([answer.parts_ms.get(part, 0.0) for answer in answers]).p50 for part in parts}
+    medians = {
+        part: percentiles([a.parts_ms.get(part, 0.0) for a in (answers if part == QUEUE else staged)]).p50
+        for part in parts
+    }
     return {part: median for part, median in medians.items() if median > 0}
 
 

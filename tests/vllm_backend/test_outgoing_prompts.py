@@ -20,7 +20,7 @@ PRIMER = (*ids_of(5), *ids_of(6))
 def planned_by_the_engine(folder, plan):
     """The plan that the engine makes of what is sent."""
     sent = outgoing(plan, Policy.BLEND, MODEL)
-    planner = Planner(MODEL, ChunkDirectory(folder, 1), ConnectorSettings(), num_layers=4, bos=BOS)
+    planner = Planner(MODEL, ChunkDirectory(folder, 1), ConnectorSettings(), num_layers=4, max_model_len=4096, bos=BOS)
     return planner.plan(sent.token_ids, parse_params(sent.transfer))
 
 
@@ -44,6 +44,16 @@ def test_chunks_of_the_primer_itself_are_found_behind_the_head_beside_primed_one
     put(tmp_path, of_primer)
     put(tmp_path, primed)
     assert planned_by_the_engine(tmp_path, plan_over(of_primer, primed)).chunks == (of_primer, primed)
+
+
+def test_a_fresh_segment_that_begins_like_the_primer_is_not_taken_for_the_head(tmp_path):
+    chunks = [identity_of(5, prefix=HEAD), identity_of(1, prefix=(*HEAD, *PRIMER)), identity_of(6, prefix=HEAD)]
+    for chunk in chunks[1:]:
+        put(tmp_path, chunk)
+    segments = [Segment(SegmentRole.SYSTEM, HEAD), Segment(SegmentRole.CHUNK, chunks[0].token_ids)]
+    segments += [Segment(SegmentRole.CHUNK, chunk.token_ids, chunk) for chunk in chunks[1:]]
+    plan = BlendPlan((*segments, Segment(SegmentRole.QUESTION, QUESTION)), make_selector("none"))
+    assert planned_by_the_engine(tmp_path, plan).chunks == tuple(chunks[1:])
 
 
 def test_a_chunk_that_is_only_there_without_the_primer_is_used_so(tmp_path):

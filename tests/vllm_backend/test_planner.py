@@ -18,6 +18,7 @@ from kvstore.key import ChunkIdentity
 
 BOS = 1
 LAYERS = 4
+LONGEST = 1000
 HEAD = (BOS, 50, 51)
 QUESTION = (70, 71)
 
@@ -27,7 +28,7 @@ def planner_of(tmp_path):
     """Makes planners over the folder `tmp_path`."""
 
     def make(bos: int | None = BOS, **settings) -> Planner:
-        return Planner(MODEL, ChunkDirectory(tmp_path, 1), ConnectorSettings(**settings), LAYERS, bos)
+        return Planner(MODEL, ChunkDirectory(tmp_path, 1), ConnectorSettings(**settings), LAYERS, LONGEST, bos)
 
     return make
 
@@ -122,6 +123,14 @@ def test_a_chunk_behind_head_and_primer_comes_before_one_behind_the_head(planner
     put(tmp_path, identity_of(1, prefix=(*HEAD, *ids_of(5))))
     assert one_chunk(planner_of(), primer=ids_of(5)).identity == identity_of(1, prefix=(*HEAD, *ids_of(5)))
     assert one_chunk(planner_of()).identity == identity_of(1, prefix=HEAD), "no primer was asked for"
+
+
+def test_a_chunk_stored_beyond_the_engines_longest_prompt_is_not_used(planner_of, tmp_path):
+    primer = tuple(range(100, 100 + LONGEST))
+    put(tmp_path, identity_of(1, prefix=(*HEAD, *primer)))
+    assert one_chunk(planner_of(), primer=primer).reason == "prefix_changed"
+    put(tmp_path, identity_of(1, prefix=HEAD))
+    assert one_chunk(planner_of(), primer=primer).identity == identity_of(1, prefix=HEAD)
 
 
 def test_a_chunk_behind_another_primer_is_prefix_changed(planner_of, tmp_path):
@@ -243,7 +252,7 @@ def test_a_selector_of_the_settings_that_cannot_be_made_is_refused_at_start(plan
 
 def test_a_default_that_drops_rows_beyond_the_models_layers_is_refused_at_start(tmp_path):
     with pytest.raises(BlendError, match="beyond the model's 1 layers"):
-        Planner(MODEL, ChunkDirectory(tmp_path, 1), ConnectorSettings(selector="deviation"), 1, None)
+        Planner(MODEL, ChunkDirectory(tmp_path, 1), ConnectorSettings(selector="deviation"), 1, LONGEST, None)
 
 
 def test_counts_that_are_not_the_prompts_are_refused(planner_of):
