@@ -60,7 +60,7 @@ class ChunkIdentity:
                 f"The model fingerprint {self.fingerprint!r} is not usable as a name; "
                 "give letters, digits, '.', '_' or '-'."
             )
-        prefix_ids, encoded_prefix = _checked_prefix(tuple(self.prefix_ids))
+        prefix_ids, encoded_prefix = _checked_prefix(self.prefix_ids)
         token_ids, encoded_chunk = _checked_ids(self.token_ids, "chunk")
         if not token_ids:
             raise StoreError("A chunk of 0 tokens has no KV to store; leave empty chunks out.")
@@ -113,9 +113,15 @@ def _encoded_ids(ids: Sequence[int]) -> bytes:
     return struct.pack(f"<Q{len(ids)}q", len(ids), *ids)
 
 
-@lru_cache(maxsize=256)
-def _checked_prefix(ids: tuple[int, ...]) -> tuple[tuple[int, ...], bytes]:
+def _checked_prefix(ids: Sequence[int]) -> tuple[tuple[int, ...], bytes]:
     """`_checked_ids` of a prefix, remembered: the chunks of a corpus share one, and it may be longer than they are."""
+    given = tuple(ids)
+    # What is no integer may have no hash, or be taken for an equal integer that is remembered.
+    return _remembered_prefix(given) if set(map(type, given)) <= {int} else _checked_ids(given, "prefix")
+
+
+@lru_cache(maxsize=256)
+def _remembered_prefix(ids: tuple[int, ...]) -> tuple[tuple[int, ...], bytes]:
     return _checked_ids(ids, "prefix")
 
 

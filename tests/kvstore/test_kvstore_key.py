@@ -77,3 +77,11 @@ def test_ids_of_every_size_up_to_the_largest_are_taken_and_numpys_become_plain_o
 def test_a_rank_outside_its_size_is_refused(layout):
     with pytest.raises(StoreError):
         ShardLayout(*layout)
+
+
+@pytest.mark.parametrize("prefix", [([1],), (1.0, 2), ("1", 2)])
+def test_a_prefix_of_anything_but_integers_is_refused_also_when_an_equal_one_is_known(prefix):
+    ChunkIdentity("m", (1, 2), (3,))
+    ChunkIdentity("m", (1,), (3,))
+    with pytest.raises(StoreError, match="prefix's token ids must be integers"):
+        ChunkIdentity("m", prefix, (3,))
