@@ -164,8 +164,5 @@ class FidelityBench(ABC):
         return ChunkIdentity(self.fingerprint, self.prefixes.behind(chunk), chunk)
 
     def _collect(self, identities: Sequence[ChunkIdentity]) -> None:
-        behind: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-        for identity in identities:
-            behind.setdefault(identity.prefix_ids, []).append(identity.token_ids)
-        for prefix, chunks in behind.items():
+        for prefix, chunks in self.prefixes.groups(identity.token_ids for identity in identities):
             self._runner.collect(chunks, prefix)
