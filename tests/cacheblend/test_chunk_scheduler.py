@@ -1,72 +1,38 @@
-"""`ChunkScheduler`: what it decides about one request, about advice, and at what cost."""
+"""`ChunkScheduler`: what it decides about requests, about what the store tells, and under which budgets."""
 
 from __future__ import annotations
 
 import pytest
 from cacheblend_samples import identity_of, plan_of
+from chunk_scheduler_samples import (
+    SIZE,
+    A,
+    B,
+    C,
+    D,
+    advice,
+    arrive,
+    everywhere,
+    evicted,
+    keys_of,
+    leave,
+    on_disk,
+    on_host,
+    published,
+    scheduler_of,
+    to_gpu,
+    to_host,
+)
 
 from cacheblend.errors import BlendError
 from cacheblend.plan import Policy
-from cacheblend.protocols import Advice, SchedulerStep
-from cacheblend.scheduling.chunk_scheduler import ADVISED_KNOWN, EVICTING_CONFIDENCE, GPU_CONFIDENCE, ChunkScheduler
-from cacheblend.scheduling.cost_model import CostModel
+from cacheblend.protocols import Advice
+from cacheblend.scheduling.chunk_scheduler import GPU_CONFIDENCE
 from cacheblend.selectors import make_selector
 from kvstore.errors import UnavailableReason
-from kvstore.events import Evicted, NotStored, Published, Quarantined
-from kvstore.eviction import LruPolicy
+from kvstore.events import NotStored, Published, Quarantined
 from kvstore.key import ChunkKey
 from kvstore.tiers import ChunkRecord, Tier
-from kvstore.transfer import TransferOrder
-
-SIZE = 100
-A, B, C, D = (identity_of(i) for i in (1, 2, 3, 4))
-
-
-def on_disk(*chunks):
-    return [ChunkRecord(chunk.key, SIZE, len(chunk.token_ids), frozenset({Tier.DISK})) for chunk in chunks]
-
-
-def on_host(*chunks):
-    return [ChunkRecord(chunk.key, SIZE, len(chunk.token_ids), frozenset({Tier.DISK, Tier.HOST})) for chunk in chunks]
-
-
-def everywhere(*chunks):
-    return [ChunkRecord(chunk.key, SIZE, len(chunk.token_ids), frozenset(Tier)) for chunk in chunks]
-
-
-def scheduler_of(host, records=(), gpu=0, costs=None):
-    """A scheduler that evicts the least recently used, so that a test can say which chunk goes."""
-    return ChunkScheduler({Tier.HOST: host, Tier.GPU: gpu}, records, LruPolicy, costs)
-
-
-def to_host(*chunks):
-    return tuple(TransferOrder(chunk, Tier.HOST) for chunk in chunks)
-
-
-def to_gpu(*chunks):
-    return tuple(TransferOrder(chunk, Tier.GPU) for chunk in chunks)
-
-
-def published(chunk, tier=Tier.HOST, nbytes=SIZE):
-    return Published(chunk.key, tier, nbytes, len(chunk.token_ids))
-
-
-def evicted(chunk, tier=Tier.HOST):
-    return Evicted(chunk.key, tier, SIZE)
-
-
-def keys_of(evictions):
-    return [eviction.key for eviction in evictions]
-
-
-def arrive(scheduler, chunks):
-    for chunk in chunks:
-        scheduler.on_event(published(chunk))
-
-
-def leave(scheduler, evictions):
-    for eviction in evictions:
-        scheduler.on_event(Evicted(eviction.key, Tier.HOST, SIZE))
 
 
 def test_chunks_on_disk_are_loaded_and_those_on_the_host_are_not():
@@ -264,35 +230,6 @@ def test_a_request_is_admitted_once_at_a_time():
     scheduler.admit("1", plan_of([A]), Policy.BLEND)
 
 
-def advice(*chunks):
-    return [Advice(chunk, 1.0 / place) for place, chunk in enumerate(chunks, start=1)]
-
-
-def test_advice_promotes_what_fits_and_evicts_only_what_nobody_wants():
-    scheduler = scheduler_of(3 * SIZE, [*on_host(A, B), *on_disk(C, D)])
-    scheduler.admit("1", plan_of([A]), Policy.BLEND)
-    step = scheduler.step(advice(C, D))
-    assert step.promotions == to_host(C, D)
-    assert keys_of(step.evictions) == [B.key]
-    assert step.evictions[0].reason == "prediction"
-
-
-def test_advised_chunks_do_not_push_one_another_out():
-    scheduler = scheduler_of(SIZE, [*on_host(A), *on_disk(B, C)])
-    step = scheduler.step(advice(A, B, C))
-    assert (step.promotions, step.evictions) == ((), ())
-    step = scheduler.step(advice(B, C))
-    assert step.promotions == to_host(B)
-    assert keys_of(step.evictions) == [A.key]
-
-
-def test_advice_about_unknown_or_present_chunks_and_none_at_all_do_nothing():
-    scheduler = scheduler_of(1000, on_host(A))
-    for nothing in ([], advice(A), advice(identity_of(77))):
-        step = scheduler.step(nothing)
-        assert (step.promotions, step.evictions) == ((), ())
-
-
 def test_a_chunk_larger_than_the_budget_evicts_nobody():
     scheduler = scheduler_of(2 * SIZE, on_host(A, B))
     scheduler.on_event(published(C, Tier.DISK, nbytes=2 * SIZE + 1))
@@ -431,214 +368,3 @@ def test_a_larger_budget_is_used_from_the_next_decision_on():
 def test_a_budget_that_makes_no_sense_is_refused(tier, nbytes):
     with pytest.raises(BlendError, match=tier.value):
         scheduler_of(1000).set_budget(tier, nbytes)
-
-
-# Costs
-
-
-def costs(disk=10.0, rows=10.0, squared=0.0):
-    """A chunk of `SIZE` bytes and 4 tokens takes 10 s from disk and 0.4 s to compute."""
-    return CostModel({Tier.HOST: 1e4, Tier.DISK: disk}, {Tier.DISK: 0.0}, rows, squared)
-
-
-def test_auto_prefills_what_would_load_more_slowly_and_says_so():
-    """7 rows: 0.7 s to prefill. From the host 0.01 s and 0.3 s for the question; from the disk 10 s."""
-    for records, mode in ((on_host(A), "blend"), (on_disk(A), "full"), (everywhere(A), "blend")):
-        scheduler = scheduler_of(1000, records, costs=costs())
-        admission = scheduler.admit("q", plan_of([A]), Policy.AUTO)
-        assert admission.reason == (None if mode == "blend" else "auto_load_slower")
-        assert bool(admission.plan.reused) == (mode == "blend")
-        if mode == "full":
-            assert admission.plan.fallback_reasons == ("auto_load_slower",)
-            assert (admission.loads, admission.promotions, scheduler.pinned()) == ((), (), 0)
-
-
-def test_auto_compares_loading_and_recomputing_together_with_prefilling():
-    """0.7 s to prefill against the question's 0.3 s and the load: worth it up to 0.4 s."""
-    for disk, blends in ((SIZE / 0.39, True), (SIZE / 0.41, False)):
-        scheduler = scheduler_of(1000, on_disk(A), costs=costs(disk))
-        assert bool(scheduler.admit("q", plan_of([A]), Policy.AUTO).plan.reused) == blends
-
-
-def test_costs_can_come_later_and_count_from_then_on():
-    scheduler = scheduler_of(1000, on_disk(A))
-    assert scheduler.admit("1", plan_of([A]), Policy.AUTO).reason is None
-    scheduler.on_not_loaded(A.key)
-    scheduler.calibrate(costs())
-    assert scheduler.admit("2", plan_of([A]), Policy.AUTO).reason == "auto_load_slower"
-
-
-def test_blend_is_blended_however_slow_the_load_and_whatever_is_advised():
-    for records in (on_host(A, B), on_disk(A, B), everywhere(A, B)):
-        for pieces in ([], [Advice(A, 1.0)]):
-            scheduler = scheduler_of(SIZE, records, gpu=SIZE, costs=costs(disk=1e-6))
-            scheduler.step(pieces)
-            admission = scheduler.admit("q", plan_of([A, B]), Policy.BLEND)
-            assert (admission.plan, admission.reason) == (plan_of([A, B]), None)
-
-
-class NotesCosts(LruPolicy):
-    """Notes what each chunk is said to cost."""
-
-    def __init__(self):
-        super().__init__()
-        self.costs = {}
-
-    def add(self, key, nbytes, cost_s=0.0):
-        super().add(key, nbytes, cost_s)
-        self.costs[key] = cost_s
-
-
-def test_a_chunk_costs_the_cheaper_of_the_next_tier_and_computing_it():
-    """From the host 0.01 s, from the disk 10 or 0.1 s, computed 0.4 s."""
-    made = []
-
-    def policy():
-        made.append(NotesCosts())
-        return made[-1]
-
-    records = [*everywhere(A), *on_host(B), ChunkRecord(C.key, SIZE, 4, frozenset({Tier.HOST}))]
-    for disk, from_disk in ((10.0, 0.4), (1000.0, 0.1)):
-        made.clear()
-        ChunkScheduler({Tier.HOST: 1000, Tier.GPU: 1000}, records, policy, costs(disk))
-        gpu, host = made
-        assert gpu.costs == {A.key: pytest.approx(0.01)}
-        assert host.costs == {key: pytest.approx(from_disk) for key in (A.key, B.key)} | {C.key: pytest.approx(0.4)}
-    ChunkScheduler({Tier.HOST: 1000}, records, policy)
-    assert set(made[-1].costs.values()) == {0.0}
-
-
-def test_seconds_follow_from_measured_rates():
-    model = CostModel({Tier.HOST: 100.0, Tier.DISK: 10.0}, {Tier.DISK: 0.5}, 10.0, 0.01)
-    assert model.load_seconds({Tier.HOST: 50, Tier.DISK: 20, Tier.GPU: 99, Tier.REMOTE: 99}) == pytest.approx(3.0)
-    assert model.load_seconds({Tier.DISK: 0}) == 0.0
-    assert model.prefill_seconds(10, 0) == pytest.approx(1.5)
-    assert model.prefill_seconds(10, 20) == pytest.approx(3.5)
-    assert model.recompute_seconds(10, 10) == model.prefill_seconds(10, 0)
-    assert model.prefill_seconds(4, 0) + model.prefill_seconds(6, 4) == pytest.approx(model.prefill_seconds(10, 0))
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        ({Tier.DISK: 0.0}, {}, 1.0),
-        ({Tier.DISK: float("nan")}, {}, 1.0),
-        ({}, {Tier.DISK: -1.0}, 1.0),
-        ({}, {}, 0.0),
-        ({}, {}, 1.0, float("inf")),
-    ],
-)
-def test_measurements_that_are_none_are_refused(values):
-    with pytest.raises(BlendError, match="measured"):
-        CostModel(*values)
-
-
-# Advice
-
-
-class NotesAdvice(LruPolicy):
-    """Notes what is expected of each chunk."""
-
-    def __init__(self):
-        super().__init__()
-        self.expected = []
-
-    def expect(self, key, confidence):
-        self.expected.append((key, confidence))
-
-
-def noting_advice(records, gpu=0):
-    """A scheduler, and what its policies for the host and the GPU are told to expect."""
-    made = []
-
-    def policy():
-        made.append(NotesAdvice())
-        return made[-1]
-
-    scheduler = ChunkScheduler({Tier.HOST: 1000, Tier.GPU: gpu}, records, policy)
-    gpu_policy, host_policy = made
-    return scheduler, host_policy.expected, gpu_policy.expected
-
-
-def test_a_policy_hears_of_advice_when_it_changes_and_when_the_chunk_comes():
-    scheduler, told, told_of_gpu = noting_advice([*on_host(A), *on_disk(B)])
-    scheduler.step([Advice(A, 0.3), Advice(B, float("nan")), Advice(C, 1.0)])
-    assert told == [(A.key, 0.3)]
-    scheduler.step([Advice(A, 0.3), Advice(B, 9.0)])
-    assert told == [(A.key, 0.3)]
-    arrive(scheduler, [B])
-    assert told[1:] == [(B.key, 1.0)]
-    scheduler.step([Advice(A, 0.2)])
-    assert told[2:] == [(A.key, 0.2)]
-    assert told_of_gpu == []
-
-
-def test_advice_holds_over_steps_without_it():
-    """A is expected at its place from when it was said, and again when it comes back from having left."""
-    scheduler, told, _ = noting_advice([*on_host(A), *on_disk(B)])
-    scheduler.step([Advice(A, 0.3), Advice(B, 0.6)])
-    for _ in range(100):
-        assert scheduler.step([]) == SchedulerStep()
-        scheduler.step([Advice(D, 0.5)])
-    arrive(scheduler, [B])
-    scheduler.on_event(evicted(A))
-    arrive(scheduler, [A])
-    assert told == [(A.key, 0.3), (B.key, 0.6), (A.key, 0.3)]
-
-
-def test_advice_keeps_a_chunk_until_it_is_taken_back():
-    """Of two chunks that are alike, the older one leaves first, unless it is expected."""
-    for taken_back, leaves in (([], B), ([Advice(A, 0.0)], A)):
-        scheduler = ChunkScheduler({Tier.HOST: 2 * SIZE}, [*on_host(A), *on_disk(C)])
-        scheduler.step([Advice(A, 0.5)])
-        scheduler.step(taken_back)
-        for _ in range(100):
-            scheduler.step([])
-        arrive(scheduler, [B])
-        assert keys_of(scheduler.admit("q", plan_of([C]), Policy.BLEND).evictions) == [leaves.key]
-
-
-def test_advice_of_no_confidence_takes_a_piece_back_in_every_tier_and_moves_nothing():
-    scheduler, told, told_of_gpu = noting_advice([*everywhere(A), *on_disk(B, C)], gpu=1000)
-    scheduler.step([Advice(A, 0.3), Advice(B, 0.4)])
-    step = scheduler.step([Advice(A, 0.0), Advice(B, 0.0), Advice(C, 0.0), Advice(D, 0.0)])
-    assert step == SchedulerStep()
-    arrive(scheduler, [B])
-    assert told == told_of_gpu == [(A.key, 0.3), (A.key, 0.0)]
-
-
-def test_what_is_taken_back_is_not_kept_from_leaving_for_other_advice_of_the_same_step():
-    scheduler = scheduler_of(SIZE, [*on_host(A), *on_disk(B)])
-    scheduler.step([Advice(A, 0.9)])
-    step = scheduler.step([Advice(B, 0.5), Advice(A, 0.0)])
-    assert (step.promotions, keys_of(step.evictions)) == (to_host(B), [A.key])
-
-
-def test_of_more_advice_than_is_remembered_the_oldest_is_taken_back():
-    scheduler, told, _ = noting_advice(on_host(A, B))
-    scheduler.step([Advice(A, 0.3), Advice(B, 0.3)])
-    others = [identity_of(seed) for seed in range(100, 100 + ADVISED_KNOWN - 2)]
-    scheduler.step([Advice(chunk, 0.3) for chunk in others])
-    # A is said again, and so is not the oldest any more.
-    scheduler.step([Advice(A, 0.3)])
-    assert told == [(A.key, 0.3), (B.key, 0.3)]
-    scheduler.step([Advice(C, 0.3)])
-    assert told[2:] == [(B.key, 0.0)]
-    scheduler.step([Advice(identity_of(seed), 0.3) for seed in range(5_000, 5_000 + 3 * ADVISED_KNOWN)])
-    assert told[3:] == [(A.key, 0.0)]
-    assert len(scheduler._advised) == ADVISED_KNOWN
-
-
-def test_weak_advice_takes_free_room_and_has_nobody_leave():
-    weak = EVICTING_CONFIDENCE - 0.01
-    scheduler = scheduler_of(2 * SIZE, [*on_host(A), *on_disk(B, C)])
-    step = scheduler.step([Advice(B, weak), Advice(C, weak)])
-    assert (step.promotions, step.evictions) == (to_host(B), ())
-    step = scheduler.step([Advice(C, EVICTING_CONFIDENCE)])
-    assert (step.promotions, keys_of(step.evictions)) == (to_host(C), [A.key])
-
-
-def test_a_request_may_push_out_what_is_only_advised():
-    scheduler = scheduler_of(SIZE, [*on_host(A), *on_disk(B)])
-    scheduler.step([Advice(A, 1.0)])
-    assert scheduler.admit("q", plan_of([B]), Policy.BLEND).loads == to_host(B)
