@@ -106,7 +106,7 @@ class BlendedPrefill:
 
     def _score(self, blended: list[RunningSequence], placements: _LayerPlacements) -> dict[str, torch.Tensor]:
         """Attention mass from the question to each reusable row, for the sequences whose selector asks for it."""
-        asking = [s for s in blended if s.plan.selector and s.plan.selector.evidence is Evidence.ATTENTION]
+        asking = [s for s in blended if s.plan.selector and s.plan.selector.needs(Evidence.ATTENTION)]
         if not asking:
             return {}
         tally = question_tally(asking, self._forward.device)

@@ -85,7 +85,7 @@ class Selector(ABC):
 
         Args:
             candidates: the rows to choose from; `scores` are set if `evidence` is not NOTHING.
-            share: the share of the plan's reusable rows to keep, from `shares`.
+            share: the share of the plan's reusable rows to keep, from `shares`; 1 keeps every one.
 
         Returns:
             [n] bool over the candidates, True where the row is recomputed.
@@ -104,9 +104,23 @@ class Selector(ABC):
         return round(self.share * sum(chunk_lengths))
 
     @property
+    def recomputes_everything(self) -> bool:
+        """Whether every reusable row of any plan goes through every layer, whatever the evidence would say.
+
+        Stored KV would be overwritten then before it is read, so none is wanted and nothing has to be measured. Only a
+        share of 1 promises that: whether a smaller one rounds to all rows, or heads cover their chunks, depends on the
+        plan.
+        """
+        return self.share >= 1.0
+
+    def needs(self, evidence: Evidence) -> bool:
+        """Whether it chooses by `evidence`, which then has to be measured."""
+        return self.evidence is evidence and not self.recomputes_everything
+
+    @property
     @abstractmethod
     def share(self) -> float:
-        """Share of reusable rows asked for; 0 where a fixed number of rows is asked for instead."""
+        """Share of reusable rows asked for, the smallest of `shares`; 0 where a number of rows is asked for instead."""
 
     @property
     @abstractmethod

@@ -17,7 +17,7 @@ class RowSelection:
         num_layers: of the model.
         device: where positions live.
         fresh: [n] int64 ascending, the fresh rows still to compute.
-        scores: [reusable rows] float32 in the order of positions, for selectors that need attention; else None.
+        scores: [reusable rows] float32 in the order of positions, for selectors that need them; else None.
         start: chosen rows before it have been computed already, by an earlier blend of the same plan.
     """
 
@@ -42,7 +42,9 @@ class RowSelection:
         if scores is not None:
             candidates = candidates.scored(scores.cpu())
         self._per_layer: list[int] = []
-        if plan.selector.evidence is not Evidence.DEVIATION:
+        # Deviation drops rows at its check layers, and not before.
+        all_enter = plan.selector.recomputes_everything or plan.selector.needs(Evidence.DEVIATION)
+        if not all_enter:
             candidates = candidates.take(plan.selector.choose(candidates, plan.selector.share))
         self._keep(candidates)
         self._layer_rows: dict[int, tuple[int, ...]] = {0: self.rows}
@@ -55,7 +57,7 @@ class RowSelection:
 
     def needs_deviation_at(self, layer: int) -> bool:
         """Whether the rows that `layer` drops depend on the deviation measured there."""
-        return self._selector.evidence is Evidence.DEVIATION and layer in self._shares
+        return self._selector.needs(Evidence.DEVIATION) and layer in self._shares
 
     def narrow(self, layer: int, deviation: torch.Tensor | None = None) -> torch.Tensor:
         """Drop rows at a layer that drops some.

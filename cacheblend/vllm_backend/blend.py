@@ -2,7 +2,8 @@
 
 Up to three stages, as in the reference runner:
 
-1. load: stored KV is taken from the store; a chunk that cannot be had becomes fresh rows of the same plan.
+1. load: stored KV is taken from the store; a chunk that cannot be had becomes fresh rows of the same plan. A prompt
+   whose selector recomputes everything takes none: all that is asked is whether its chunks are there.
 2. score (selectors that need attention): fresh rows and the question run over plain reuse, and the question's
    attention is tallied.
 3. recompute: chosen rows and fresh rows run through every layer; `deviation` narrows them at its check layers
@@ -81,7 +82,7 @@ class _Prompt:
     def needs_scores(self) -> bool:
         """Whether the question has to be asked what it attends to."""
         selector = self.plan.selector
-        return bool(self.plan.reused) and selector is not None and selector.evidence is Evidence.ATTENTION
+        return bool(self.plan.reused) and selector is not None and selector.needs(Evidence.ATTENTION)
 
 
 @dataclass
@@ -153,10 +154,15 @@ class BlendBatch:
         found: dict[ChunkKey, ChunkKV] = {}
         reasons: dict[ChunkKey, str] = {}
         bytes_loaded: dict[str, int] = {}
+        selector = order.plan.selector
+        in_vain = selector is not None and selector.recomputes_everything
         for identity in order.plan.chunks:
             if identity.key not in needed:
                 continue
             try:
+                if in_vain and self.store.lookup(identity) is not None:
+                    # Not even read: every one of its rows is overwritten before anything attends to it.
+                    continue
                 tier, chunk = self._get(identity)
             except Exception as gone:
                 # Whatever it was: the other ranks wait to agree on it.

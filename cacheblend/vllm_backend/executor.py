@@ -163,7 +163,7 @@ class BlendExecutor:
         while self._waiting:
             order = self._waiting[0]
             computed += rows_computed(order)
-            placed += order.plan.reused_tokens
+            placed += rows_placed(order)
             too_much = computed > self._rows_per_step or placed > self._most_placed
             if orders and too_much:
                 break
@@ -182,9 +182,15 @@ def rows_computed(order: BlendOrder) -> int:
     fresh = sum(span.length for span in plan.spans[:-1] if not span.segment.reused)
     if plan.selector is None or not plan.reused:
         return fresh
-    if plan.selector.evidence is Evidence.DEVIATION:
+    if plan.selector.needs(Evidence.DEVIATION):
         return fresh + plan.reused_tokens
     expected = fresh + plan.selector.expected_rows([span.length for span in plan.reused])
-    if plan.selector.evidence is Evidence.ATTENTION:
+    if plan.selector.needs(Evidence.ATTENTION):
         expected += fresh + plan.question.length
     return expected
+
+
+def rows_placed(order: BlendOrder) -> int:
+    """Rows of stored KV that an order moves, where none of them is in the prefix cache."""
+    selector = order.plan.selector
+    return 0 if selector is None or selector.recomputes_everything else order.plan.reused_tokens

@@ -131,7 +131,8 @@ class SchedulerHalf:
         plan, known = tracked.plan, self._known_rows(tracked)
         if tracked.namespace is not None and self._prefix_caching:
             tracked.namespace.leader = tracked.id
-        if known is not None:
+        if known is not None and not (plan.selector is not None and plan.selector.recomputes_everything):
+            # Rows that are given would be placed first, all of them too: that they are all only their selector says.
             plan = BlendPlan(plan.segments, GivenRowsSelector(known))
         self._blends.append(BlendOrder(tracked.id, plan, tuple(block_ids), tracked.start, tracked.end))
 

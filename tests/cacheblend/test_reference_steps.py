@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from cacheblend_samples import plan_of
 from transformers import AutoTokenizer
 
 from cacheblend.errors import BlendError
 from cacheblend.plan import full_prefill_plan
 from cacheblend.protocols import FinishReason
+from cacheblend.reference import blend as blending
 from cacheblend.reference.runner import ReferenceRunner
 from cacheblend.sampling_params import SamplingParams
+from cacheblend.selectors import make_selector
 from cacheblend.selectors.deviation import DeviationSelector
 from kvstore.key import ChunkIdentity
 from kvstore.store import ChunkStore
@@ -236,8 +239,6 @@ def test_a_prompt_that_cannot_be_run_is_refused_at_once_and_others_are_served(ru
 
 
 def test_a_check_layer_beyond_the_model_is_refused_at_once_and_others_are_served(folder):
-    from cacheblend_samples import plan_of
-
     runner = ReferenceRunner.from_folder(folder, ChunkStore(None, 1 << 20))
     runner.collect([PROMPT], ())
     chunk = ChunkIdentity(runner.fingerprint, (), tuple(PROMPT))
@@ -282,6 +283,23 @@ def test_a_full_prefill_reports_nothing_reused(runner):
     assert (report.mode, report.selector, report.reused_tokens, report.rows) == ("full", None, 0, ())
     assert report.parts_ms["question"] > 0
     runner.release(name)
+
+
+@pytest.mark.parametrize("name", ["query", "deviation", "chunk_head+query"])
+def test_a_blend_that_recomputes_everything_measures_nothing(folder, monkeypatch, name):
+    def measured(*args):
+        raise AssertionError("something was measured")
+
+    runner = ReferenceRunner.from_folder(folder, ChunkStore(None, 1 << 26))
+    runner.collect([OTHER], ())
+    chunk = ChunkIdentity(runner.fingerprint, (), tuple(OTHER))
+    monkeypatch.setattr(blending, "question_tally", measured)
+    monkeypatch.setattr(blending.BlendedPrefill, "_narrow", measured)
+    report = runner.score(plan_of([chunk], make_selector(name, 1.0), PROMPT))[1]
+    assert (report.mode, report.recomputed_ratio) == ("blend", 1.0)
+    assert report.rows == tuple(range(len(OTHER)))
+    with pytest.raises(AssertionError, match="something was measured"):
+        runner.score(plan_of([chunk], make_selector(name, 0.99), PROMPT))
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 99999999999999999999999])

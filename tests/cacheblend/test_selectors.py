@@ -19,6 +19,7 @@ from cacheblend.selectors.composed import HeadsThenSelector
 from cacheblend.selectors.deviation import DeviationSelector
 from cacheblend.selectors.given import GivenRowsSelector
 from cacheblend.selectors.query import QuerySelector
+from cacheblend.selectors.selection import RowSelection
 
 
 def chosen(selector, candidates, share=None):
@@ -211,6 +212,62 @@ def scored_candidates(data, lengths):
     count = sum(lengths)
     scores = data.draw(st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.5]), min_size=count, max_size=count))
     return candidates_of(lengths, scores)
+
+
+EVERYTHING = [
+    make_selector("full"),
+    *(make_selector(name, 1.0) for name in SELECTOR_NAMES if name not in ("none", "full")),
+    make_selector("query", 1),
+    DeviationSelector(1.0, (1, 2, 5), widen=3.0),
+    ChunkHeadSelector(tokens=0, ratio=1.0),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), selector=st.sampled_from(EVERYTHING))
+def test_what_recomputes_everything_chooses_every_row_at_each_of_its_shares_whatever_the_scores(data, selector):
+    lengths = data.draw(LENGTHS)
+    rows = scored_candidates(data, lengths)
+    assert selector.recomputes_everything
+    for _, share in selector.shares(8):
+        assert selector.choose(rows, share).all()
+    assert selector.expected_rows(lengths) == sum(lengths)
+    assert not any(selector.needs(evidence) for evidence in (Evidence.ATTENTION, Evidence.DEVIATION))
+
+
+@pytest.mark.parametrize(
+    "selector",
+    [
+        *(make_selector(name) for name in SELECTOR_NAMES if name != "full"),
+        make_selector("query", 0.9999),
+        DeviationSelector(0.7, (1, 2), widen=2.0),
+        ChunkHeadSelector(tokens=1000),
+        HeadsThenSelector(ChunkHeadSelector(1000), QuerySelector(0.2)),
+        HeadsThenSelector(ChunkHeadSelector(ratio=1.0), DeviationSelector(0.2)),
+        GivenRowsSelector.everywhere(range(1000)),
+    ],
+    ids=lambda selector: selector.spec,
+)
+def test_what_may_choose_all_rows_of_a_plan_but_does_not_promise_it_needs_its_evidence(selector):
+    assert not selector.recomputes_everything
+    assert [evidence for evidence in Evidence if selector.needs(evidence)] == [selector.evidence]
+
+
+@pytest.mark.parametrize("selector", EVERYTHING, ids=lambda selector: selector.spec)
+def test_a_selection_of_everything_has_all_rows_in_every_layer_without_a_score(selector):
+    plan = plan_of([identity_of(1, 4), identity_of(2, 3)], selector, system=(5, 6))
+    selection = RowSelection(plan, 6, torch.device("cpu"), torch.arange(2), start=4)
+    assert not any(selection.drops_at(layer) for layer in range(6))
+    selection.count_layers(6)
+    assert selection.positions.tolist() == [0, 1, 4, 5, 6, 7, 8]
+    assert (selection.rows, selection.layer_rows) == (tuple(range(2, 9)), ((0, tuple(range(2, 9))),))
+    assert selection.ratio == 1.0
+
+
+def test_a_selection_of_everything_still_refuses_check_layers_that_the_model_does_not_have():
+    plan = plan_of([identity_of(1, 4)], DeviationSelector(1.0, (9,)))
+    with pytest.raises(BlendError, match="beyond the model's 4 layers"):
+        RowSelection(plan, 4, torch.device("cpu"), torch.arange(0))
 
 
 @settings(max_examples=60, deadline=None)

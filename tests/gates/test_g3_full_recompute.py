@@ -14,6 +14,9 @@ SELECTORS = {
     "query": make_selector("query", 1.0),
     "chunk_head+query": make_selector("chunk_head+query", 1.0),
     "chunk_head+deviation": make_selector("chunk_head+deviation", 1.0),
+    # Shares that round to every row, which are chosen by evidence all the same.
+    "deviation-rounded": make_selector("deviation", 0.999),
+    "query-rounded": make_selector("query", 0.999),
 }
 
 

@@ -59,7 +59,11 @@ def test_chunks_encoded_behind_a_primer_are_used_before_the_place_they_were_enco
 
 @pytest.mark.parametrize(
     ("selector", "stages"),
-    [("chunk_head", {"load", "relocate", "recompute"}), ("query", {"load", "relocate", "score", "recompute"})],
+    [
+        ("chunk_head", {"load", "relocate", "recompute"}),
+        ("query", {"load", "relocate", "score", "recompute"}),
+        ("full", {"load", "recompute"}),
+    ],
 )
 def test_an_account_of_several_tokens_says_how_long_each_stage_took(engine, corpus, selector, stages):
     answer = engine.one(corpus.ask(1, 0, question=engine.ids(8, 65), selector=selector), tokens=8)
@@ -67,6 +71,24 @@ def test_an_account_of_several_tokens_says_how_long_each_stage_took(engine, corp
     assert all(milliseconds >= 0 for milliseconds in answer.meta["parts_ms"].values())
     again = engine.one(corpus.ask(0, 1, question=engine.ids(8, 66), selector=selector), tokens=8)
     assert again.meta["parts_ms"].keys() == stages
+
+
+@pytest.mark.engines("llama")
+@pytest.mark.parametrize(
+    "options",
+    [{"selector": "full"}, *({"selector": name, "ratio": 1.0} for name in ("deviation", "chunk_head+query"))],
+    ids=lambda options: options["selector"],
+)
+def test_a_blend_that_recomputes_everything_reads_nothing_and_nor_does_its_repetition(engine, corpus, options):
+    ask = corpus.ask(1, 0, 2, question=engine.ids(8, 67), **options)
+    for _ in range(2):
+        answer = engine.one(ask, tokens=8)
+        assert (answer.meta["recomputed_tokens"], answer.meta["recomputed_ratio"]) == (150 + 123 + 91, 1.0)
+        assert answer.meta["bytes_loaded"] == {}
+        assert answer.meta["parts_ms"].keys() == {"load", "recompute"}
+        assert error(answer.first, engine.full(ask)) <= TOLERANCE
+        # The second time its rows are known, and its blocks are not there any more.
+        engine.scheduler.reset_prefix_cache()
 
 
 def test_the_same_chunk_twice_in_one_prompt(engine, corpus):

@@ -61,6 +61,10 @@ def batches(executor) -> list[list[str]]:
         (order_of("a", selector="chunk_head+deviation"), 5 + 16),
         (order_of("a", selector="query", ratio=0.25), 5 + 4 + 5 + 3),
         (order_of("a", selector="chunk_head+query", ratio=0.25, head_tokens=3), 5 + 6 + 5 + 3),
+        (order_of("a", selector="deviation", ratio=1.0), 5 + 16),
+        (order_of("a", selector="query", ratio=1.0), 5 + 16),
+        (order_of("a", selector="chunk_head+query", ratio=1.0), 5 + 16),
+        (order_of("a", selector="query", ratio=0.99), 5 + 16 + 5 + 3),
         (order_of("a", parts=(FIRST, FRESH, SECOND)), 5),
         (order_of("a", selector=GivenRowsSelector.everywhere((5, 6, 7))), 5 + 3),
         (BlendOrder("a", plan_of([FRESH, ids_of(1)], None), (1,), 0, 9), 9),
@@ -79,6 +83,8 @@ def test_an_order_costs_the_rows_it_computes_fresh_chosen_and_asked(order, rows)
         make_selector("chunk_head", head_tokens=3),
         make_selector("chunk_head", 0.3),
         make_selector("deviation"),
+        make_selector("deviation", 1.0),
+        make_selector("query", 1.0),
         GivenRowsSelector.everywhere((5, 9, 15)),
         GivenRowsSelector(((0, tuple(range(5, 21))), (1, (5, 9, 15)), (2, (9,)))),
     ],
@@ -117,6 +123,13 @@ def test_a_batch_moves_no_more_stored_rows_than_the_staging_buffers_are_for(most
 def test_a_step_of_few_rows_bounds_what_a_batch_moves_as_well():
     orders = [order_of(str(index), parts=(FIRST, SECOND)) for index in range(3)]
     assert batches(executor_of(most_rows=1000, rows_per_step=8, orders=orders)) == [["0", "1"], ["2"]]
+
+
+@pytest.mark.parametrize("name", ["full", "query", "deviation"])
+def test_orders_that_recompute_everything_move_no_stored_row_and_are_kept_apart_by_what_they_compute_alone(name):
+    orders = [order_of(str(index), parts=(FIRST, SECOND), selector=name, ratio=1.0) for index in range(3)]
+    assert batches(executor_of(most_rows=4, orders=orders)) == [["0", "1", "2"]]
+    assert batches(executor_of(most_rows=4, rows_per_step=32, orders=orders)) == [["0", "1"], ["2"]]
 
 
 def test_an_order_that_has_not_begun_can_be_dropped():
