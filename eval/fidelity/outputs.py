@@ -171,8 +171,8 @@ def _primer_note(settings: Mapping[str, Any], summary: RunSummary) -> str:
     if "own" in primer:
         return (
             f"{primer['own']:,} chunks were each encoded behind the prefix and a primer of its own, of "
-            f"{primer['tokens']:,} tokens on average and {primer['at_most']:,} at most: the data's contexts nearest to "
-            f"it by {primer['nearest']['embedder']['name']}, whether its question has them or not."
+            f"{primer['tokens']:,} tokens on average and {primer['at_most']:,} at most: the contexts of the data nearest "
+            f"to it by {primer['nearest']['embedder']['name']}, whether its question has them or not."
         )
     return (
         f"Chunks were encoded behind the prefix and a primer of {primer['tokens']:,} tokens (whole chunks of the "
