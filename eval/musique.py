@@ -3,8 +3,7 @@
 python -m eval.musique --questions 5 --arms full,full-again,reuse,query:0.15
 
 Over contexts that were retrieved (see eval.retrieval) instead of each question's own, with --retrieved FILE. With
-chunks encoded behind other chunks of the same data, the same for every question, with --primer-tokens 1024; with
---nearest FILE (see eval.retrieval) behind those that are most like each of them.
+chunks encoded behind other chunks of the same data, the same for every question, with --primer-tokens 1024.
 
 On vLLM in shards, each of which the same command with the next number goes on from:
 
@@ -14,7 +13,7 @@ python -m eval.musique --engine vllm --dtype bfloat16 --minutes 8 --shard 1/2
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,9 +30,8 @@ from eval.fidelity.priming import Priming
 from eval.fidelity.reference_bench import ReferenceBench
 from eval.fidelity.shards import Clock, parse_shard
 from eval.fidelity.vllm_bench import VllmBench
-from eval.nearest import NearestContexts
-from eval.retrieved import RetrievedContexts
-from inputs import INVENTED_PATH, Example, distinct_contexts, load_examples
+from eval.retrieved import give_retrieved
+from inputs import INVENTED_PATH, distinct_contexts, load_examples
 from pipelines.cli.failures import INTERRUPTED
 from pipelines.config import PipelineConfig, PrefixMode, make_config
 from pipelines.models import DEFAULT_MODEL
@@ -102,13 +100,6 @@ def musique(
             help="Encode chunks behind so many tokens of the data's contexts too, at most; 0: none.",
         ),
     ] = 0,
-    nearest: Annotated[
-        Path | None,
-        typer.Option(
-            help="Give each context a primer of its own: those nearest to it by this file of eval.retrieval --nearest.",
-            show_default="one primer for all",
-        ),
-    ] = None,
     chunk_tokens: Annotated[int, typer.Option(help="Cut contexts longer than this, as pipelines do.")] = 1024,
     against: Annotated[
         str | None, typer.Option(help="An arm to compare the others with, paired by question, as deviation:0.15.")
@@ -146,8 +137,8 @@ def musique(
         require_among(against, rows)
         part = parse_shard(shard)
         everything = load_examples(data)
-        examples = everything if retrieved is None else RetrievedContexts.load(retrieved, data).give(everything)
-        priming = _priming(primer_tokens, nearest, data, everything)
+        examples = everything if retrieved is None else give_retrieved(retrieved, data, everything)
+        priming = Priming(distinct_contexts(everything), primer_tokens) if primer_tokens else None
         with _bench(config, in_flight, priming) as bench:
             typer.echo(evaluate(bench, examples[:questions], rows, arguments, part, clock), nl=False)
 
@@ -160,18 +151,6 @@ def _engine_options(text: str | None) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise EvalError(f'--engine-options is {options!r}; give an object as {{"max_num_seqs": 64}}.')
     return options
-
-
-def _priming(tokens: int, nearest: Path | None, data: Path, examples: Sequence[Example]) -> Priming | None:
-    if not tokens:
-        if nearest is not None:
-            raise EvalError("--nearest gives primers, but they have no tokens; give --primer-tokens as well, as 1200.")
-        return None
-    corpus = distinct_contexts(examples)
-    if nearest is None:
-        return Priming(corpus, tokens)
-    carried = NearestContexts.load(nearest, data)
-    return Priming(corpus, tokens, carried.of(corpus), carried.describe(nearest))
 
 
 @contextmanager

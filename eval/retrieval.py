@@ -9,10 +9,6 @@ are marked as supporting (MuSiQue) or, where the data do not tell, that hold one
 What was chosen can be carried to `eval.musique --retrieved` as ids:
 
     python -m eval.retrieval --data FILE --ids retrieved.json
-
-and so can the contexts nearest to each context, for `eval.musique --nearest`:
-
-    python -m eval.retrieval --data FILE --nearest nearest.json
 """
 
 import json
@@ -27,11 +23,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from eval.carried import DataFile, EmbedderIdentity
-from eval.nearest import NEAREST, NearestContexts
 from eval.provenance import ModelIdentity, describe_file, provenance
-from eval.retrieval_quality import Evaluation, as_chunk, evaluate, index_contexts, search
-from eval.retrieved import RetrievedContexts
+from eval.retrieval_quality import Evaluation, evaluate, index_contexts, search
+from eval.retrieved import DataFile, EmbedderIdentity, RetrievedContexts
 from eval.statistics import Interval
 from inputs import INVENTED_PATH, Example, distinct_contexts, load_examples
 from pipelines.models import DEFAULT_EMBEDDER, resolve_embedder
@@ -99,17 +93,6 @@ def _as_ids(
     )
 
 
-def _nearest(examples: list[Example], index: CorpusIndex, data: Path, embedder: SentenceEmbedder) -> NearestContexts:
-    contexts = distinct_contexts(examples)
-    near = [index.nearest(as_chunk(context), NEAREST) for context in contexts]
-    return NearestContexts(
-        data=DataFile(**describe_file(data)),
-        embedder=EmbedderIdentity(name=embedder.name, fingerprint=embedder.fingerprint),
-        contexts=len(contexts),
-        nearest=tuple(tuple(int(hit.chunk.document_id) for hit in hits) for hits in near),
-    )
-
-
 @app.command()
 def evaluate_retrieval(
     data: Annotated[
@@ -125,9 +108,6 @@ def evaluate_retrieval(
     ids: Annotated[
         Path | None, typer.Option(help="Where to write what was chosen, for eval.musique --retrieved.")
     ] = None,
-    nearest: Annotated[
-        Path | None, typer.Option(help="Where to write the contexts nearest to each, for eval.musique --nearest.")
-    ] = None,
 ) -> None:
     """Report hit@k and recall@k of the retriever beside random choice.
 
@@ -139,20 +119,10 @@ def evaluate_retrieval(
         index, found = _retrieve(examples, model, k)
         if ids is not None:
             _as_ids(examples, found, data, model, k).save(ids)
-        if nearest is not None:
-            _nearest(examples, index, data, model).save(nearest)
         evaluation = evaluate(examples, found, len(index), k, seed)
         Console().print(_table(evaluation, data))
         if out is not None:
-            arguments = {
-                "data": data,
-                "embedder": embedder,
-                "k": k,
-                "seed": seed,
-                "out": out,
-                "ids": ids,
-                "nearest": nearest,
-            }
+            arguments = {"data": data, "embedder": embedder, "k": k, "seed": seed, "out": out, "ids": ids}
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(json.dumps(_report(evaluation, arguments, model), indent=2) + "\n")
     except (ValueError, OSError) as error:

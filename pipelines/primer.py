@@ -1,13 +1,12 @@
-"""Primers: passages of a corpus that its chunks are encoded behind, the same for all or each chunk's own.
+"""Primers: typical passages of a corpus that its other chunks are encoded behind.
 
 In a prompt, a chunk follows other passages; encoded right behind the system prompt it has seen none. A primer stands in
 for those of the later prompt: its rows are dropped from what is stored, and its ids are part of the chunk's identity.
-A chunk's own primer is the chunks nearest to it, for what is alike is retrieved together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -34,16 +33,6 @@ def choose_primer(chunks: Sequence[tuple[int, ...]], tokens: int = PRIMER_TOKENS
     return leading_chunks(distinct, room)
 
 
-def own_primer(nearest: Sequence[tuple[int, ...]], tokens: int) -> tuple[int, ...]:
-    """A chunk's own primer: the chunks nearest to it, as many as fit, the nearest of all right before it.
-
-    Args:
-        nearest: token ids of other chunks, the nearest first.
-        tokens: of the primer, at most.
-    """
-    return tuple(chain.from_iterable(reversed(leading_chunks(nearest, tokens))))
-
-
 def leading_chunks(chunks: Sequence[tuple[int, ...]], tokens: int) -> tuple[tuple[int, ...], ...]:
     """The first of `chunks`, in their order, as long as together they have at most `tokens` tokens."""
     used = 0
@@ -60,15 +49,13 @@ class ChunkPrefixes:
 
     Attributes:
         head: ids of what comes first, such as the system prompt; may be empty.
-        primer_chunks: token ids of each chunk of a primer for all, in order; may be none.
-        own: primers of their own by the token ids of the chunks that have one; the others are behind the common one.
-        primer: ids of the common one.
-        primed: head and common primer in one: the same object for every chunk.
+        primer_chunks: token ids of each chunk of the primer, in order; may be none.
+        primer: their ids in one.
+        primed: head and primer in one: the same object for every chunk.
     """
 
     head: tuple[int, ...]
     primer_chunks: tuple[tuple[int, ...], ...] = ()
-    own: Mapping[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict, repr=False)
     primer: tuple[int, ...] = field(init=False, repr=False, compare=False)
     primed: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _unprimed: frozenset[tuple[int, ...]] = field(init=False, repr=False, compare=False)
@@ -81,8 +68,6 @@ class ChunkPrefixes:
 
     def behind(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """The ids that a chunk is stored behind: the head alone for one of the primer, which would see itself."""
-        if token_ids in self.own:
-            return self.head + self.own[token_ids]
         return self.head if token_ids in self._unprimed else self.primed
 
     def candidates(self, token_ids: tuple[int, ...], bos: tuple[int, ...]) -> list[tuple[int, ...]]:

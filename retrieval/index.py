@@ -6,9 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from retrieval.chunk import Chunk
 from retrieval.errors import RetrievalError
 from retrieval.passages import PassageIndex
@@ -114,21 +111,8 @@ class CorpusIndex:
             raise RetrievalError(f"{k} chunks cannot be found; give a k of 1 or more.")
         if not self._copies:
             raise RetrievalError("the index is empty; add documents before searching.")
-        return self._hits(self._embedder.embed_passages([query])[0], min(k, len(self)))
-
-    def nearest(self, chunk: Chunk, k: int) -> list[Hit]:
-        """Return the ``k`` other chunks nearest to one of the index, all if there are fewer, best first.
-
-        The chunk's first passage is searched for as a question would be, but without embedding anything.
-
-        Raises:
-            RetrievalError: the chunk is not in the index.
-        """
-        if chunk.id not in self._copies:
-            raise RetrievalError(f"a chunk of document {chunk.document_id!r} is not in the index; add it first.")
-        vector = self._passages.vector(self._passage_ids[chunk.id][0])
-        hits = self._hits(vector, min(k + 1, len(self)))
-        return [hit for hit in hits if hit.chunk.id != chunk.id][:k]
+        ranked = self._ranked(query, min(k, len(self)))
+        return [Hit(self._copies[chunk_id][0], score) for chunk_id, score in ranked]
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save the index to ``folder``, replacing atomically what was saved there.
@@ -216,11 +200,9 @@ class CorpusIndex:
                 del self._chunk_ids[passage]
         return len(copies) - len(left)
 
-    def _hits(self, vector: NDArray[np.float32], k: int) -> list[Hit]:
-        return [Hit(self._copies[chunk_id][0], score) for chunk_id, score in self._ranked(vector, k)]
-
-    def _ranked(self, vector: NDArray[np.float32], k: int) -> list[tuple[str, float]]:
+    def _ranked(self, query: str, k: int) -> list[tuple[str, float]]:
         """Return id and score of the best ``k`` chunks; ``k`` is at most the number of chunks."""
+        vector = self._embedder.embed_passages([query])[0]
         depth = k
         while True:
             depth = min(2 * depth, len(self._passages))

@@ -69,10 +69,6 @@ class PassageIndex:
         scores, ids = self._searcher(depth).search(vector[None, :], depth)
         return list(zip(ids[0].tolist(), scores[0].tolist(), strict=True))
 
-    def vector(self, passage_id: int) -> NDArray[np.float32]:
-        """Return the vector with this id, float32 [dimension]."""
-        return np.asarray(self._index.reconstruct(passage_id), dtype=np.float32)
-
     def _searcher(self, depth: int) -> Any:
         if depth > _GPU_DEPTH or faiss.get_num_gpus() == 0:
             return self._index

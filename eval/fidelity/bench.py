@@ -71,7 +71,7 @@ class FidelityBench(ABC):
         self._template = PromptTemplate(self.tokenizer, config.system_prompt)
         self._chunker = TokenChunker(self.tokenizer, config.chunk_tokens, config.chunk_overlap)
         self.priming = priming
-        corpus = [] if priming is None else [self._chunks([context]) for context in priming.corpus]
+        corpus = () if priming is None else self._chunks(priming.corpus)
         self.prefixes = choose_prefixes(self._template.prefix_ids(config.prefix), corpus, priming)
 
     @property

@@ -25,7 +25,7 @@ from eval.fidelity.shards import Clock, Shard
 from eval.fidelity.summary import finished_questions, summarise
 from eval.fidelity.vllm_bench import VllmBench
 from eval.provenance import REPOSITORY, ModelIdentity, describe_file, provenance
-from eval.retrieved import RetrievedContexts
+from eval.retrieved import describe_retrieved
 from inputs import Example
 
 
@@ -111,7 +111,7 @@ def _settings(
     return {
         "code": code_digest(REPOSITORY),
         "data": describe_file(arguments["data"]),
-        "retrieved": _describe_retrieved(arguments["retrieved"], arguments["data"]),
+        "retrieved": None if arguments["retrieved"] is None else describe_retrieved(arguments["retrieved"]),
         "questions": questions,
         "left_out": left_out,
         "model_fingerprint": bench.fingerprint,
@@ -128,10 +128,6 @@ def _settings(
         "seed": arguments["seed"],
         **_settings_of_vllm(bench, arguments),
     }
-
-
-def _describe_retrieved(path: Path | None, data: Path) -> dict[str, Any] | None:
-    return None if path is None else RetrievedContexts.load(path, data).describe(path)
 
 
 def _settings_of_vllm(bench: FidelityBench, arguments: dict[str, Any]) -> dict[str, Any]:

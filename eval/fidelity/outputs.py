@@ -168,12 +168,6 @@ def _retrieved_note(retrieved: Mapping[str, Any]) -> str:
 
 def _primer_note(settings: Mapping[str, Any], summary: RunSummary) -> str:
     primer = settings["primer"]
-    if "own" in primer:
-        return (
-            f"{primer['own']:,} chunks were each encoded behind the prefix and a primer of its own, of "
-            f"{primer['tokens']:,} tokens on average and {primer['at_most']:,} at most: the contexts of the data nearest "
-            f"to it by {primer['nearest']['embedder']['name']}, whether its question has them or not."
-        )
     return (
         f"Chunks were encoded behind the prefix and a primer of {primer['tokens']:,} tokens (whole chunks of the "
         f"data: {primer['chunks']}), the same for every question; {summary.questions_with_primer_chunks} of "
@@ -211,9 +205,4 @@ def _heading(account: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
 
 def _and_primer(settings: Mapping[str, Any]) -> str:
-    primer = settings.get("primer")
-    if primer is None:
-        return ""
-    if "own" in primer:
-        return f" and each a primer of its own of {primer['tokens']:,} tokens on average"
-    return f" and a primer of {primer['tokens']:,} tokens"
+    return "" if settings.get("primer") is None else f" and a primer of {settings['primer']['tokens']:,} tokens"

@@ -18,7 +18,7 @@ _FIDELITY = ("arms", "bench", "gates", "priming", "reference_bench", "run", "vll
 CODE = (
     *("cacheblend", "kvstore", "retrieval", "pipelines", "inputs"),
     *(f"eval/fidelity/{name}.py" for name in _FIDELITY),
-    *(f"eval/{name}.py" for name in ("carried", "layout", "nearest", "retrieved", "scoring", "statistics")),
+    *("eval/layout.py", "eval/retrieved.py", "eval/scoring.py", "eval/statistics.py"),
 )
 """Folders and files whose sources a record depends on; those of the report are not among them."""
 MAY_DIFFER = frozenset({"arms", "tiers", "questions", "left_out"})

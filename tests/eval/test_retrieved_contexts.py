@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from eval import musique, retrieval
 from eval.retrieval_quality import as_chunk, index_contexts, search
-from eval.retrieved import RetrievedContexts
+from eval.retrieved import RetrievedContexts, give_retrieved
 from inputs import INVENTED_PATH, distinct_contexts, load_invented
 from pipelines.models import DEFAULT_EMBEDDER, resolve_embedder
 from retrieval.embedding import SentenceEmbedder
@@ -62,7 +62,7 @@ def changed(ids: Path, folder: Path, change: Any) -> Path:
 def test_carried_ids_lead_to_the_contexts_that_the_index_finds_best_first(ids) -> None:
     examples = load_invented()
     index = index_contexts(distinct_contexts(examples), SentenceEmbedder(resolve_embedder(DEFAULT_EMBEDDER), "cpu"))
-    given = RetrievedContexts.load(ids, INVENTED_PATH).give(examples)
+    given = give_retrieved(ids, INVENTED_PATH, examples)
     assert [(e.id, e.question, e.answers) for e in given] == [(e.id, e.question, e.answers) for e in examples]
     for example, hits in zip(given, search(examples, index, TOP_K), strict=True):
         assert [as_chunk(context).id for context in example.contexts] == [hit.chunk.id for hit in hits]
@@ -82,7 +82,7 @@ def test_the_ids_hold_nothing_of_the_datas_text_and_no_folder(ids) -> None:
 
 def test_equal_ids_are_written_as_equal_bytes(ids, tmp_path) -> None:
     again = tmp_path / "new" / "again.json"
-    RetrievedContexts.load(ids, INVENTED_PATH).save(again)
+    RetrievedContexts.load(ids).save(again)
     assert again.read_bytes() == ids.read_bytes()
 
 
@@ -108,7 +108,7 @@ def test_questions_are_answered_over_the_retrieved_contexts_under_their_own_ids(
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    examples = RetrievedContexts.load(ids, INVENTED_PATH).give(load_invented())[:2]
+    examples = give_retrieved(ids, INVENTED_PATH, load_invented())[:2]
     assert reused_tokens(carried) == {
         example.id: sum(len(tokenizer(as_chunk(context).text).input_ids) for context in example.contexts)
         for example in examples
@@ -192,9 +192,9 @@ def test_a_folder_that_cannot_be_written_is_one_sentence_and_exit_code_2(tmp_pat
 
 def test_answering_over_carried_ids_needs_no_embedder(ids) -> None:
     script = (
-        "import sys; from pathlib import Path; import eval.musique; from eval.retrieved import RetrievedContexts; "
+        "import sys; from pathlib import Path; import eval.musique; from eval.retrieved import give_retrieved; "
         "from inputs import INVENTED_PATH, load_invented; "
-        f"RetrievedContexts.load(Path({str(ids)!r}), INVENTED_PATH).give(load_invented()); "
+        f"give_retrieved(Path({str(ids)!r}), INVENTED_PATH, load_invented()); "
         "print({'faiss', 'sentence_transformers'} & set(sys.modules))"
     )
     root = Path(__file__).parents[2]
