@@ -63,14 +63,13 @@ class Planner:
         selector = self._selector(params)
         question = params.question_index
         first_reused = params.first_reused_index
-        head = self._head(token_ids, params, bounds)
+        prefixes = self._prefixes(token_ids, params, bounds)
         fingerprint = fingerprint_in(self.fingerprint, params.namespace)
         segments = []
         for index, (segment, (start, end)) in enumerate(zip(params.segments[:question], bounds, strict=False)):
             ids = tuple(token_ids[start:end])
             if segment.reuse:
-                primer = params.primer if segment.primer is None else segment.primer
-                segments.append(self._chunk(fingerprint, ids, self._prefixes(head, primer)))
+                segments.append(self._chunk(fingerprint, ids, prefixes))
             else:
                 role = SegmentRole.SYSTEM if index < first_reused else SegmentRole.CHUNK
                 segments.append(Segment(role, ids))
@@ -86,24 +85,22 @@ class Planner:
 
     def candidates(self, token_ids: Sequence[int], params: BlendParams) -> tuple[ChunkIdentity, ...]:
         """Those of the request's candidates that are there."""
-        head = self._head(token_ids, params, params.bounds(len(token_ids)))
-        prefixes = self._prefixes(head, params.primer)
+        prefixes = self._prefixes(token_ids, params, params.bounds(len(token_ids)))
         fingerprint = fingerprint_in(self.fingerprint, params.namespace)
         chunks = (self._chunk(fingerprint, ids, prefixes) for ids in params.candidates if ids)
         return tuple(chunk.identity for chunk in chunks if chunk.identity is not None)
 
-    @staticmethod
-    def _head(token_ids: Sequence[int], params: BlendParams, bounds: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-        end = bounds[params.first_reused_index][0] if params.prefix is None else params.prefix
-        return tuple(token_ids[:end])
-
-    def _prefixes(self, head: tuple[int, ...], primer: tuple[int, ...]) -> list[tuple[int, ...]]:
+    def _prefixes(
+        self, token_ids: Sequence[int], params: BlendParams, bounds: Sequence[tuple[int, int]]
+    ) -> list[tuple[int, ...]]:
         """What a chunk may have been encoded behind, the wanted first.
 
         One encoded behind nothing is its own attention sink: it serves those only who have no prefix themselves.
         """
+        end = bounds[params.first_reused_index][0] if params.prefix is None else params.prefix
+        head = tuple(token_ids[:end])
         bos = [(self._bos,)] if self._bos is not None else []
-        return list(dict.fromkeys([head + primer, head, *bos]))
+        return list(dict.fromkeys([head + params.primer, head, *bos]))
 
     def _chunk(self, fingerprint: str, ids: tuple[int, ...], prefixes: list[tuple[int, ...]]) -> Segment:
         if fingerprint != self.fingerprint:

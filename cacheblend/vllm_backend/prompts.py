@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
 from cacheblend.errors import BlendError
-from cacheblend.plan import BlendPlan, Policy, Segment, SegmentRole
+from cacheblend.plan import BlendPlan, Policy
 from cacheblend.protocols import BlendReport, PrefillHints
 from cacheblend.selectors import selector_params
 from cacheblend.vllm_backend.request_format import (
     PARAMS_KEY,
     BlendParams,
-    SegmentParams,
     as_transfer_params,
     fingerprint_in,
+    segments_of,
 )
 from kvstore.errors import UnavailableReason
 
@@ -67,11 +66,11 @@ def outgoing(
         return OutgoingPrompt(plan.token_ids, None, plan.fallback_reasons)
     assert plan.selector is not None
     chosen = selector_params(plan.selector)
-    behind = _encoded_behind(plan)
+    prefix, primer = _encoded_behind(plan)
     params = BlendParams(
-        segments=tuple(behind.segment(segment) for segment in plan.segments),
-        prefix=behind.shared,
-        primer=behind.primer,
+        segments=segments_of([(len(segment.token_ids), segment.reused) for segment in plan.segments]),
+        prefix=prefix,
+        primer=primer,
         policy=policy,
         selector=chosen.pop("name", None),
         namespace=namespace,
@@ -82,51 +81,18 @@ def outgoing(
     return OutgoingPrompt(plan.token_ids, as_transfer_params(params), plan.fallback_reasons)
 
 
-@dataclass(frozen=True, slots=True)
-class _EncodedBehind:
-    """What a plan's chunks were encoded behind.
+def _encoded_behind(plan: BlendPlan) -> tuple[int, tuple[int, ...]]:
+    """What the plan's chunks were encoded behind: so many of the prompt's first tokens, and the ids that followed.
 
-    Attributes:
-        shared: so many of the prompt's first tokens.
-        primer: the ids that followed, where they were the same for all.
-        one_for_all: whether they were; otherwise each chunk says its own.
+    Chunks of a primer were encoded without it, behind what is then the shorter prefix; the engine looks for those as
+    well.
     """
-
-    shared: int
-    primer: tuple[int, ...] = ()
-    one_for_all: bool = True
-
-    def segment(self, segment: Segment) -> SegmentParams:
-        """A segment as it is sent."""
-        own = None
-        if segment.identity is not None and not self.one_for_all:
-            own = segment.identity.prefix_ids[self.shared :]
-        return SegmentParams(tokens=len(segment.token_ids), reuse=segment.reused, primer=own)
-
-
-def _encoded_behind(plan: BlendPlan) -> _EncodedBehind:
-    """What the plan's chunks were encoded behind.
-
-    Chunks of a common primer were encoded without it, behind what is then the shorter prefix; the engine looks for
-    those as well.
-    """
-    prefixes = sorted({chunk.prefix_ids for chunk in plan.chunks}, key=len)
-    shorter, longest = prefixes[0], prefixes[-1]
-    before_chunks = plan.token_ids[: plan.reused[0].start]
-    if shorter == longest:
-        shared = _alike(longest, before_chunks)
-        return _EncodedBehind(shared, longest[shared:])
-    if len(prefixes) == 2 and before_chunks[: len(shorter)] == shorter == longest[: len(shorter)]:
-        return _EncodedBehind(len(shorter), longest[len(shorter) :])
-    # Not beyond the system prompt: primers that begin alike are no part of the prompt.
-    system = takewhile(lambda segment: segment.role is SegmentRole.SYSTEM, plan.segments)
-    head = plan.token_ids[: sum(len(segment.token_ids) for segment in system)]
-    return _EncodedBehind(min(_alike(prefix, head) for prefix in prefixes), one_for_all=False)
-
-
-def _alike(ids: Sequence[int], others: Sequence[int]) -> int:
-    """How many first ids are the same."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, others, strict=False)))
+    prefixes = {chunk.prefix_ids for chunk in plan.chunks}
+    longest = max(prefixes, key=len)
+    shorter = min((prefix for prefix in prefixes if longest[: len(prefix)] == prefix), key=len)
+    head = plan.token_ids[: plan.reused[0].start if shorter == longest else len(shorter)]
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(longest, head, strict=False)))
+    return shared, longest[shared:]
 
 
 def report_of(prompt: OutgoingPrompt, result: dict[str, Any] | None) -> BlendReport:

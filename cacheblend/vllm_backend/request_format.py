@@ -27,8 +27,6 @@ NAMESPACE_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 
 _STRICT = ConfigDict(frozen=True, extra="forbid")
 
-TokenIds: TypeAlias = tuple[Annotated[int, Field(ge=0)], ...]
-
 
 class SegmentParams(BaseModel):
     """One run of the prompt's token ids.
@@ -36,14 +34,12 @@ class SegmentParams(BaseModel):
     Attributes:
         tokens: how many.
         reuse: whether it is a chunk whose stored KV may be used.
-        primer: of a chunk that has one of its own, in place of the plan's.
     """
 
     model_config = _STRICT
 
     tokens: int = Field(ge=1)
     reuse: bool = False
-    primer: TokenIds | None = None
 
 
 class BlendParams(BaseModel):
@@ -75,7 +71,7 @@ class BlendParams(BaseModel):
     segments: tuple[SegmentParams, ...] = ()
     question: int | None = None
     prefix: int | None = Field(default=None, ge=0)
-    primer: TokenIds = ()
+    primer: tuple[Annotated[int, Field(ge=0)], ...] = ()
     policy: Policy | None = None
     selector: str | None = None
     ratio: float | None = Field(default=None, ge=0.0, le=1.0)

@@ -46,30 +46,6 @@ def test_chunks_of_the_primer_itself_are_found_behind_the_head_beside_primed_one
     assert planned_by_the_engine(tmp_path, plan_over(of_primer, primed)).chunks == (of_primer, primed)
 
 
-@pytest.mark.parametrize("head", [HEAD, ()])
-def test_chunks_with_primers_of_their_own_are_found_each_behind_its_own(tmp_path, head):
-    primers = [ids_of(5), (*ids_of(5), *ids_of(6)), (ids_of(5)[0], *ids_of(7)), ()]
-    chunks = [identity_of(seed, prefix=(*HEAD, *primer)) for seed, primer in enumerate(primers, start=1)]
-    for chunk in chunks:
-        put(tmp_path, chunk)
-    assert planned_by_the_engine(tmp_path, plan_over(*chunks, head=head)).chunks == tuple(chunks)
-
-
-def test_a_chunk_that_is_only_there_without_its_own_primer_is_used_so(tmp_path):
-    put(tmp_path, identity_of(1, prefix=HEAD))
-    put(tmp_path, identity_of(2, prefix=(*HEAD, *ids_of(6))))
-    wanted = [identity_of(1, prefix=(*HEAD, *ids_of(5))), identity_of(2, prefix=(*HEAD, *ids_of(6)))]
-    plan = planned_by_the_engine(tmp_path, plan_over(*wanted))
-    assert plan.chunks == (identity_of(1, prefix=HEAD), wanted[1])
-
-
-def test_primers_that_begin_like_the_first_chunk_are_not_taken_for_the_head(tmp_path):
-    first = identity_of(5, prefix=HEAD)
-    put(tmp_path, first)
-    wanted = [identity_of(5, prefix=(*HEAD, *ids_of(5), *ids_of(6))), identity_of(1, prefix=(*HEAD, *ids_of(5)))]
-    assert planned_by_the_engine(tmp_path, plan_over(*wanted)).chunks == (first,), "the head alone is its fallback"
-
-
 def test_a_fresh_segment_that_begins_like_the_primer_is_not_taken_for_the_head(tmp_path):
     chunks = [identity_of(5, prefix=HEAD), identity_of(1, prefix=(*HEAD, *PRIMER)), identity_of(6, prefix=HEAD)]
     for chunk in chunks[1:]:
