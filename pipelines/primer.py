@@ -1,7 +1,8 @@
 """Primers: typical passages of a corpus that its other chunks are encoded behind.
 
 In a prompt, a chunk follows other passages; encoded right behind the system prompt it has seen none. A primer stands in
-for those of the later prompt: its rows are dropped from what is stored, and its ids are part of the chunk's identity.
+for those of the later prompt, which it can where the corpus is of one kind: its rows are dropped from what is stored,
+and its ids are part of the chunk's identity.
 """
 
 from __future__ import annotations

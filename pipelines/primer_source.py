@@ -73,7 +73,9 @@ def save_primer(path: Path, chunks: Iterable[Chunk]) -> None:
     require_saveable(path)
     lines = [json.dumps({"text": chunk.text}, ensure_ascii=False) + "\n" for chunk in chunks]
     if not lines:
-        raise PipelineError(f"There is no primer to save as {path}: none is wanted, or the documents are too few.")
+        raise PipelineError(
+            f"There is no primer to save as {path}; use `auto`, and more documents or smaller chunks if it finds none."
+        )
     path.write_text("".join(lines), encoding="utf-8", newline="\n")
 
 

@@ -43,7 +43,8 @@ def precompute_chunk_cache(
         Option(
             "--save-primer",
             metavar="FILE",
-            help="Keep the primer as a .jsonl file for --primer, so that documents added later do not change it.",
+            help="Keep what --primer auto chose as a .jsonl file for --primer, so that documents added later do not "
+            "change it.",
         ),
     ] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Only say what would be done.")] = False,
@@ -55,9 +56,10 @@ def precompute_chunk_cache(
     (.json or .jsonl), whose contexts are taken. What is cached is skipped: run it again after an interruption or when
     documents were added. Ask with the same model, dtype, prefix, primer, system prompt and chunk settings.
 
-    With the primer "auto", other documents may give another primer: then all chunks are computed anew, and questions
-    over these documents alone miss them. For a corpus that grows, give --save-primer once, and its file as --primer
-    ever after, here and when asking.
+    A primer (--primer auto) brings answers closer to full prefill's where the documents are of one kind, and may do
+    the opposite where they are mixed. Other documents may give another primer: then all chunks are computed anew, and
+    questions over these documents alone miss them. For a corpus that grows, give --primer auto --save-primer FILE
+    once, and --primer FILE ever after, here and when asking.
 
     \b
     Example:

@@ -27,7 +27,7 @@ QUESTION = "When was the mill of Harrow opened?"
 @pytest.fixture(scope="module")
 def primed(make_rag):
     """A pipeline over a corpus large enough for a primer, precomputed."""
-    pipeline = make_rag(DOCUMENTS)
+    pipeline = make_rag(DOCUMENTS, primer="auto")
     pipeline.precompute()
     return pipeline
 
@@ -81,7 +81,7 @@ def test_a_retrieved_question_finds_every_chunk(primed):
 
 def test_the_primed_version_is_preferred_to_the_one_behind_the_head(make_rag, tmp_path):
     make_rag(DOCUMENTS, cache_dir=tmp_path, primer=None).precompute()
-    pipeline = make_rag(DOCUMENTS, cache_dir=tmp_path)
+    pipeline = make_rag(DOCUMENTS, cache_dir=tmp_path, primer="auto")
     summary = pipeline.precompute()
     assert (summary.cached, summary.computed) == (len(pipeline.primer), len(DOCUMENTS) - len(pipeline.primer))
     given = [text for text in DOCUMENTS if text not in [chunk.text for chunk in pipeline.primer]][:4]
@@ -92,29 +92,31 @@ def test_the_primed_version_is_preferred_to_the_one_behind_the_head(make_rag, tm
 @pytest.mark.parametrize("mode", list(PrefixMode))
 def test_an_older_cache_without_primers_serves_until_it_is_computed_anew(make_rag, tmp_path, mode):
     make_rag(DOCUMENTS, cache_dir=tmp_path, primer=None, prefix=mode).precompute()
-    pipeline = make_rag(DOCUMENTS, cache_dir=tmp_path, prefix=mode)
+    pipeline = make_rag(DOCUMENTS, cache_dir=tmp_path, primer="auto", prefix=mode)
     assert pipeline.primer
     answer = pipeline.run(QUESTION, documents=DOCUMENTS[:5], selector="full")
     assert (answer.meta.mode, answer.meta.fallback_reasons) == ("blend", ())
     assert answer.text == pipeline.run(QUESTION, documents=DOCUMENTS[:5], policy="full").text
 
 
-def test_without_a_primer_keys_are_those_of_the_head_alone(make_rag):
-    pipeline = make_rag(DOCUMENTS, primer=None)
+@pytest.mark.parametrize("settings", [{}, {"primer": None}], ids=["by default", "with None"])
+def test_unless_a_primer_is_asked_for_chunks_are_encoded_behind_the_head_alone(make_rag, settings):
+    pipeline = make_rag(DOCUMENTS, **settings)
     assert pipeline.primer == ()
     assert {pipeline._planner.identity(chunk).prefix_ids for chunk in pipeline.chunks} == {head_of(pipeline)}
 
 
 def test_a_small_corpus_has_no_primer_and_the_keys_it_had(make_rag):
-    assert keys(make_rag(DOCUMENTS[:5])) == keys(make_rag(DOCUMENTS[:5], primer=None))
+    assert keys(make_rag(DOCUMENTS[:5], primer="auto")) == keys(make_rag(DOCUMENTS[:5], primer=None))
 
 
 def test_the_order_of_the_documents_does_not_change_the_primer(make_rag, primed):
-    assert [chunk.text for chunk in make_rag(DOCUMENTS[::-1]).primer] == [chunk.text for chunk in primed.primer]
+    turned = make_rag(DOCUMENTS[::-1], primer="auto")
+    assert [chunk.text for chunk in turned.primer] == [chunk.text for chunk in primed.primer]
 
 
 def test_documents_added_or_deleted_later_do_not_change_the_primer(make_rag):
-    pipeline = make_rag(DOCUMENTS[:20])
+    pipeline = make_rag(DOCUMENTS[:20], primer="auto")
     pipeline.precompute()
     before, primer = keys(pipeline), pipeline.primer
     assert primer
@@ -128,7 +130,7 @@ def test_documents_added_or_deleted_later_do_not_change_the_primer(make_rag):
 
 
 def test_missed_chunks_are_collected_behind_the_primer(make_rag):
-    pipeline = make_rag(DOCUMENTS, collect_missed=True)
+    pipeline = make_rag(DOCUMENTS, primer="auto", collect_missed=True)
     asked = [pipeline.primer[0].text, *DOCUMENTS[:3]]
     assert set(pipeline.run(QUESTION, documents=asked).meta.fallback_reasons) == {"missing"}
     for _ in range(2):
@@ -167,7 +169,7 @@ def test_a_file_pins_the_primer_for_a_corpus_that_grows(make_rag, tmp_path):
 
 def test_a_saved_primer_read_again_gives_the_same_keys(make_rag, primed, tmp_path):
     texts = [{"title": f"Tales {n}", "text": f"\n  {text}\n\n\f\u2028{text} "} for n, text in enumerate(DOCUMENTS)]
-    chosen = make_rag(texts)
+    chosen = make_rag(texts, primer="auto")
     assert len(chosen.primer) > 1
     file = tmp_path / "primer.jsonl"
     save_primer(file, chosen.primer)
@@ -224,6 +226,6 @@ def test_a_pinned_primer_that_leaves_no_room_for_a_chunk_is_refused_and_the_engi
 
 def test_of_a_corpus_only_so_much_is_chosen_as_leaves_room_for_a_chunk(make_rag, primed):
     longest = 2048 - len(head_of(primed)) - 100
-    pipeline = make_rag(DOCUMENTS, chunk_tokens=longest)
+    pipeline = make_rag(DOCUMENTS, primer="auto", chunk_tokens=longest)
     assert 0 < len(pipeline.primer) < len(primed.primer)
-    assert make_rag(DOCUMENTS, chunk_tokens=2048).primer == ()
+    assert make_rag(DOCUMENTS, primer="auto", chunk_tokens=2048).primer == ()
