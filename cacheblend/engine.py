@@ -136,7 +136,7 @@ class BlendEngine:
         require_fits(request.plan.length, request.sampling.max_tokens, self._runner.max_model_len)
         self._waiting[request.request_id] = _Request(request, submitted or time.perf_counter(), request.plan)
         hints = request.hints
-        self._observe(QuestionQueued(request.request_id, request.plan.chunks, hints.session_id))
+        self._observe(QuestionQueued(request.request_id, request.plan.chunks_read, hints.session_id))
         if hints.candidates:
             self._observe(CandidatesSeen(request.request_id, hints.candidates))
 
@@ -190,11 +190,12 @@ class BlendEngine:
             state = self._waiting.pop(next(iter(self._waiting)))
             admission = self._scheduler.admit(state.id, state.plan, state.request.policy)
             state.plan, state.reason = admission.plan, admission.reason
-            state.pins = self._store.pin(state.plan.keys)
+            read = [chunk.key for chunk in state.plan.chunks_read]
+            state.pins = self._store.pin(read)
             self._evict(admission.evictions)
             self._start_transfers((*admission.loads, *admission.promotions))
             # Chunks that another request or advice has started are waited for as well.
-            state.loading = {key for key in state.plan.keys if (key, Tier.HOST) in self._flying}
+            state.loading = {key for key in read if (key, Tier.HOST) in self._flying}
             self._loading[state.id] = state
 
     def _promote(self) -> None:

@@ -83,12 +83,18 @@ class BlendPlan:
 
     The last segment is the question; it is always fresh. A plan without a reused segment is a full prefill.
 
+    Attributes:
+        segments: in order.
+        selector: picks the reusable rows to recompute.
+        carry_drift: whether the others are moved by the drift of those (`cacheblend.drift`).
+
     Raises:
         BlendError: if there is no segment, the last one is not a fresh question, or another one is a question.
     """
 
     segments: tuple[Segment, ...]
     selector: Selector | None = None
+    carry_drift: bool = False
 
     def __post_init__(self) -> None:
         if not self.segments or self.segments[-1].role is not SegmentRole.QUESTION:
@@ -113,6 +119,13 @@ class BlendPlan:
     def spans(self) -> tuple[Span, ...]:
         """The segments with their positions, in order."""
         return tuple(_lay_out(self.segments))
+
+    @property
+    def rule(self) -> str | None:
+        """What says which rows are recomputed, and what becomes of the others; None without a selector."""
+        if self.selector is None:
+            return None
+        return f"{self.selector.spec}{'+drift' if self.carry_drift else ''}"
 
     @property
     def length(self) -> int:
@@ -146,6 +159,15 @@ class BlendPlan:
         return tuple(found.values())
 
     @property
+    def chunks_read(self) -> tuple[ChunkIdentity, ...]:
+        """Those of `chunks` whose stored KV is read: none if the selector has every row of them computed anyway.
+
+        What is not read need not be loaded, pinned or waited for, and may vanish once the plan is made.
+        """
+        in_vain = self.selector is not None and self.selector.recomputes_everything
+        return () if in_vain else self.chunks
+
+    @property
     def fallback_reasons(self) -> tuple[str, ...]:
         """Why chunks that were asked for as reusable are fresh, in order of segments."""
         return tuple(s.reason for s in self.segments if s.reason is not None)
@@ -159,7 +181,7 @@ class BlendPlan:
             s.as_fresh(reasons[s.identity.key]) if s.identity is not None and s.identity.key in reasons else s
             for s in self.segments
         )
-        return BlendPlan(segments, self.selector)
+        return replace(self, segments=segments)
 
     def as_full(self, reason: str | None = None) -> BlendPlan:
         """The same prompt with nothing reused; `reason` is noted on every segment that was."""

@@ -203,7 +203,7 @@ class ModelRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QuestionQueued:
-    """A question joined the queue; its chunks in the order they will be used, and the conversation it belongs to."""
+    """A question joined the queue: the chunks it reads, in the order of their use, and its conversation."""
 
     request_id: str
     chunks: tuple[ChunkIdentity, ...]
@@ -326,7 +326,7 @@ class KVCacheScheduler(Protocol):
         ...
 
     def admit(self, request_id: str, plan: BlendPlan, policy: Policy) -> Admission:
-        """Fix the effective plan of a request, pin its chunks and say what must be loaded and evicted for it.
+        """Fix the effective plan of a request, pin the chunks it reads and say what must be loaded and evicted for it.
 
         Raises:
             BlendError: if the request was admitted before.

@@ -24,7 +24,7 @@ def note_blend(report: BlendReport, plan: BlendPlan, selection: RowSelection) ->
     """
     assert plan.selector is not None
     report.mode = "blend"
-    report.selector = plan.selector.spec
+    report.selector = plan.rule
     report.reused_tokens = plan.reused_tokens
     report.rows = selection.rows
     report.recomputed_tokens = len(selection.rows)

@@ -27,8 +27,10 @@ class LaidOutPrompt:
         """Tokens of the prompt."""
         return len(self.head) + sum(map(len, self.chunks)) + len(self.question)
 
-    def plan(self, segment: Callable[[tuple[int, ...]], Segment], selector: Selector | None) -> BlendPlan:
+    def plan(
+        self, segment: Callable[[tuple[int, ...]], Segment], selector: Selector | None, carry_drift: bool = False
+    ) -> BlendPlan:
         """The prompt as a plan; `segment` makes each chunk's segment, reused or fresh."""
         head = (Segment(SegmentRole.SYSTEM, self.head),) if self.head else ()
         chunks = map(segment, self.chunks)
-        return BlendPlan((*head, *chunks, Segment(SegmentRole.QUESTION, self.question)), selector)
+        return BlendPlan((*head, *chunks, Segment(SegmentRole.QUESTION, self.question)), selector, carry_drift)

@@ -67,6 +67,7 @@ class QuestionPlanner:
         ratio: float | None = None,
         fidelity: Fidelity | str | None = None,
         head_tokens: int | None = None,
+        carry_drift: bool | None = None,
         top_k: int | None = None,
         documents: Iterable[Any] | None = None,
         sampling: SamplingParams | None = None,
@@ -87,7 +88,8 @@ class QuestionPlanner:
         segments = [self._segment(chunk, chosen) for chunk, _ in found]
         if self.template.head_ids:
             segments.insert(0, Segment(SegmentRole.SYSTEM, self.template.head_ids))
-        plan = BlendPlan((*segments, Segment(SegmentRole.QUESTION, question_ids)), blender)
+        drift = self.config.carry_drift if carry_drift is None else carry_drift
+        plan = BlendPlan((*segments, Segment(SegmentRole.QUESTION, question_ids)), blender, drift)
         require_fits(plan.length, sampling.max_tokens, self.max_model_len)
         hints = PrefillHints(session, tuple(map(self.identity, beyond)))
         request = EngineRequest(uuid.uuid4().hex, plan, chosen, sampling, hints)

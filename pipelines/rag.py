@@ -226,6 +226,7 @@ class RagPipeline:
         ratio: float | None = None,
         fidelity: Fidelity | str | None = None,
         head_tokens: int | None = None,
+        carry_drift: bool | None = None,
         top_k: int | None = None,
         documents: Iterable[Any] | None = None,
         sampling: SamplingParams | None = None,
@@ -240,6 +241,7 @@ class RagPipeline:
             ratio: share of reusable rows to recompute, 0 to 1.
             fidelity: `fast`, `balanced` or `faithful` instead of a ratio.
             head_tokens: rows per chunk for `chunk_head`.
+            carry_drift: move rows that are not recomputed with those that are; the setting's if None.
             top_k: chunks to retrieve.
             documents: answer from these, in this order, instead of retrieving.
             sampling: how tokens are drawn; greedy by default.
@@ -258,6 +260,7 @@ class RagPipeline:
             ratio=ratio,
             fidelity=fidelity,
             head_tokens=head_tokens,
+            carry_drift=carry_drift,
             top_k=top_k,
             documents=documents,
             sampling=sampling,

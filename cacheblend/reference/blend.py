@@ -2,11 +2,12 @@
 
 Up to four stages, each timed apart:
 
-1. load: stored KV is read; a chunk that cannot be had becomes fresh rows of the same plan.
+1. load: stored KV is read; a chunk that cannot be had becomes fresh rows of the same plan. A prompt whose selector
+   recomputes everything reads none, and so it can lack none.
 2. score (selectors that need attention): fresh rows and the question run over plain reuse, and the question's
    attention is tallied.
 3. recompute: chosen rows and fresh rows of the context run through every layer. `deviation` narrows the chosen rows
-   at its check layers (arXiv:2405.16444, figure 9).
+   at its check layers (arXiv:2405.16444, figure 9). Where the plan says so, rows left alone move with these.
 4. question: ordinary prefill of the question. A full prefill is this stage over all rows.
 """
 
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend.reference.forward import RowsForward, question_tally
+from cacheblend.drift import chunk_drifts
+from cacheblend.reference.forward import Drifts, RowsForward, question_tally
 from cacheblend.reference.placement import Placement
 from cacheblend.reference.rows import RowBatch, SequenceRows
 from cacheblend.reference.sequence import RunningSequence
@@ -72,15 +74,12 @@ class BlendedPrefill:
             _complete_report(sequence, selections.get(sequence.id), watch.milliseconds)
         return logits
 
-    def _load(self, sequence: RunningSequence) -> list[ChunkKV]:
-        """Get the plan's chunks; the plan is changed so that what cannot be had is fresh."""
+    def _load(self, sequence: RunningSequence) -> dict[ChunkKey, ChunkKV]:
+        """Get the chunks that the plan reads; the plan is changed so that what cannot be had is fresh."""
         found: dict[ChunkKey, ChunkKV] = {}
         reasons: dict[ChunkKey, str] = {}
         bytes_by_tier: dict[str, int] = {}
-        for identity in (span.segment.identity for span in sequence.plan.reused):
-            assert identity is not None
-            if identity.key in found or identity.key in reasons:
-                continue
+        for identity in sequence.plan.chunks_read:
             try:
                 tier, chunk = self._get(sequence, identity)
             except ChunkUnavailable as gone:
@@ -91,7 +90,7 @@ class BlendedPrefill:
             bytes_by_tier[tier] = bytes_by_tier.get(tier, 0) + chunk.nbytes
         sequence.plan = sequence.plan.with_fresh(reasons)
         sequence.report.bytes_loaded = bytes_by_tier
-        return [found[key] for key in sequence.plan.keys]
+        return found
 
     def _get(self, sequence: RunningSequence, identity: ChunkIdentity) -> tuple[str, ChunkKV]:
         if identity.key in sequence.provided:
@@ -134,14 +133,16 @@ class BlendedPrefill:
             selections[s.id] = RowSelection(s.plan, forward.num_layers, forward.device, fresh, scores.get(s.id))
         rows = RowBatch([SequenceRows(s, selections[s.id].positions) for s in blended])
         state = self._enter(rows)
+        drifts = _drifts(state.rows)
         for layer in range(forward.num_layers):
             placements.ensure(layer)
             if len(state.rows) and any(selection.drops_at(layer) for selection in selections.values()):
                 with watch.part("score"):
                     state = self._narrow(layer, state, selections)
+                drifts = _drifts(state.rows)
             for selection in selections.values():
                 selection.count_layers()
-            state = self._advance(layer, state)
+            state = self._advance(layer, state, drifts)
         return selections
 
     def _enter(self, rows: RowBatch) -> _State:
@@ -150,13 +151,13 @@ class BlendedPrefill:
         hidden = self._forward.embed(rows)
         return _State(rows, hidden, self._forward.rotary(rows, hidden))
 
-    def _advance(self, layer: int, state: _State) -> _State:
+    def _advance(self, layer: int, state: _State, drifts: Drifts) -> _State:
         if not len(state.rows):
             return state
         if layer == self._forward.num_layers - 1:
-            self._forward.write_last_layer(state.hidden, state.rows, state.rotary)
+            self._forward.write_last_layer(state.hidden, state.rows, state.rotary, drifts)
             return state
-        hidden = self._forward.layer(layer, state.hidden, state.rows, state.rotary)
+        hidden = self._forward.layer(layer, state.hidden, state.rows, state.rotary, drifts=drifts)
         return _State(state.rows, hidden, state.rotary)
 
     def _narrow(self, layer: int, state: _State, selections: dict[str, RowSelection]) -> _State:
@@ -218,6 +219,12 @@ class _LayerPlacements:
         with self._watch.part("relocate"):
             for placement in self._placements:
                 placement.place(layer)
+
+
+def _drifts(rows: RowBatch) -> Drifts:
+    """What the rows left alone go with, of the sequences that ask for it."""
+    carried = [(part.sequence, part.positions) for part, _ in rows if part.sequence.plan.carry_drift]
+    return {sequence.id: chunk_drifts(sequence.plan, positions) for sequence, positions in carried}
 
 
 def _deviation(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:

@@ -8,14 +8,15 @@ before it: recomputed ones where there are, stored ones elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from cacheblend.drift import ChunkDrift, key_shift
 from cacheblend.reference.attention import attend_rows, attention_mass
-from cacheblend.reference.rows import RowBatch
+from cacheblend.reference.rows import RowBatch, SequenceRows
 from cacheblend.reference.sequence import RunningSequence
 from cacheblend.selectors.query import first_tallied_layer
 
@@ -23,6 +24,9 @@ ATTENTION_NAME = "cacheblend_rows"
 
 AttentionStep = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 """(layer, query, key, value, scaling) -> output; tensors are [heads or kv_heads, rows, head_dim]."""
+
+Drifts = Mapping[str, Sequence[ChunkDrift]]
+"""Of each sequence, by its id."""
 
 
 class _AttentionReached(Exception):
@@ -107,6 +111,7 @@ class RowsForward:
         rows: RowBatch,
         rotary: tuple[torch.Tensor, torch.Tensor],
         tally: dict[str, torch.Tensor] | None = None,
+        drifts: Drifts | None = None,
     ) -> torch.Tensor:
         """One decoder layer: writes the rows' KV, attends, returns the new hidden states.
 
@@ -117,6 +122,7 @@ class RowsForward:
             rotary: from `rotary`.
             tally: by sequence id, [positions] float32 that attention mass from the question's rows is added to, from
                 `first_tallied_layer` on.
+            drifts: by sequence id, the chunks whose other rows move with these.
 
         Returns:
             [1, rows, hidden].
@@ -126,8 +132,8 @@ class RowsForward:
             out = torch.empty_like(q)
             for part, where in rows:
                 sequence, positions = part.sequence, part.positions
+                self._write(layer, part, k[:, where], v[:, where], drifts)
                 keys, values = sequence.keys(layer), sequence.values(layer)
-                keys[:, positions], values[:, positions] = k[:, where], v[:, where]
                 out[:, where] = attend_rows(q[:, where], keys, values, part.blocks, scaling)
                 if tally is not None and sequence.id in tally and layer >= first_tallied_layer(self.num_layers):
                     asking = positions >= sequence.plan.question.start
@@ -151,13 +157,32 @@ class RowsForward:
             return reached.keys, reached.values
         raise AssertionError("the layer ended without attention")
 
-    def write_last_layer(self, hidden: torch.Tensor, rows: RowBatch, rotary: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def write_last_layer(
+        self,
+        hidden: torch.Tensor,
+        rows: RowBatch,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        drifts: Drifts | None = None,
+    ) -> None:
         """Write the rows' KV of the last layer; nothing reads the hidden states of rows before the question."""
         last = self.num_layers - 1
         k, v = self.keys_values(last, hidden, rows, rotary)
         for part, where in rows:
-            part.sequence.keys(last)[:, part.positions] = k[:, where]
-            part.sequence.values(last)[:, part.positions] = v[:, where]
+            self._write(last, part, k[:, where], v[:, where], drifts)
+
+    def _write(
+        self, layer: int, part: SequenceRows, keys: torch.Tensor, values: torch.Tensor, drifts: Drifts | None
+    ) -> None:
+        """Write the rows' new KV, [kv_heads, rows, head_dim] each, and move those that go with them."""
+        stored_keys, stored_values = part.sequence.keys(layer), part.sequence.values(layer)
+        for drift in drifts.get(part.sequence.id, ()) if drifts is not None else ():
+            where = part.positions[drift.told]
+            of_keys = _rows_first(keys[:, drift.told]).float() - _rows_first(stored_keys[:, where]).float()
+            of_values = _rows_first(values[:, drift.told]).float() - _rows_first(stored_values[:, where]).float()
+            moved = key_shift(drift, of_keys, where, self.rotary_tables, self.rope_scaling)
+            _add(stored_keys, drift.left, moved)
+            _add(stored_values, drift.left, drift.shift(of_values))
+        stored_keys[:, part.positions], stored_values[:, part.positions] = keys, values
 
     def logits(self, hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """[len(index), vocabulary] float32 logits of the rows at `index` ([n] int64) of `hidden`."""
@@ -198,6 +223,16 @@ class RowsForward:
             position_embeddings=rotary,
             attention_step=step,
         )
+
+
+def _rows_first(heads_first: torch.Tensor) -> torch.Tensor:
+    return heads_first.transpose(0, 1)
+
+
+def _add(stored: torch.Tensor, positions: torch.Tensor, shift: torch.Tensor) -> None:
+    """Add `shift` ([n, kv_heads, head_dim] float32) to rows of `stored` ([kv_heads, capacity, head_dim])."""
+    moved = stored[:, positions].float() + shift.transpose(0, 1)
+    stored[:, positions] = moved.to(stored.dtype)
 
 
 def question_tally(sequences: Collection[RunningSequence], device: torch.device) -> dict[str, torch.Tensor]:

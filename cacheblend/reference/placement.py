@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from cacheblend.reference.forward import RowsForward
 from cacheblend.reference.sequence import RunningSequence
 from cacheblend.relocation import rotate_keys, rotation_between
 from kvstore.chunk import ChunkKV
+from kvstore.key import ChunkKey
 
 
 @dataclass(frozen=True)
@@ -26,15 +28,16 @@ class Placement:
     Args:
         forward: whose rotary tables the keys were made with.
         sequence: with KV allocated.
-        chunks: one a reused span of its plan, in order.
+        chunks: those that its plan reads, by key.
     """
 
-    def __init__(self, forward: RowsForward, sequence: RunningSequence, chunks: list[ChunkKV]) -> None:
+    def __init__(self, forward: RowsForward, sequence: RunningSequence, chunks: Mapping[ChunkKey, ChunkKV]) -> None:
         self._sequence = sequence
         self._device = forward.device
         self._placed = [
-            _Placed(span, chunk, self._rotation(forward, span, chunk))
-            for span, chunk in zip(sequence.plan.reused, chunks, strict=True)
+            _Placed(span, chunks[key], self._rotation(forward, span, chunks[key]))
+            for span, key in zip(sequence.plan.reused, sequence.plan.keys, strict=True)
+            if key in chunks
         ]
 
     @staticmethod

@@ -115,7 +115,7 @@ class ChunkScheduler:
         if request_id in self._requests:
             raise BlendError(f"Request '{request_id}' was admitted before; give each request its own id.")
         plan, reason = effective_plan(plan, policy, self._catalogue, self._costs)
-        cold, warm = self._pin(request_id, plan.chunks)
+        cold, warm = self._pin(request_id, plan.chunks_read)
         evictions: list[Eviction] = []
         loads = self._bring(cold, self._host, evictions)
         promotions = self._bring(warm, self._gpu, evictions)

@@ -3,7 +3,7 @@
 Up to three stages, as in the reference runner:
 
 1. load: stored KV is taken from the store; a chunk that cannot be had becomes fresh rows of the same plan. A prompt
-   whose selector recomputes everything takes none: all that is asked is whether its chunks are there.
+   whose selector recomputes everything takes none, and so it can lack none.
 2. score (selectors that need attention): fresh rows and the question run over plain reuse, and the question's
    attention is tallied.
 3. recompute: chosen rows and fresh rows run through every layer; `deviation` narrows them at its check layers
@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, groupby
 
 import torch
 
@@ -28,6 +29,7 @@ from cacheblend.reports import note_blend
 from cacheblend.selectors.base import Candidates, Evidence
 from cacheblend.selectors.query import first_tallied_layer
 from cacheblend.selectors.selection import RowSelection
+from cacheblend.vllm_backend.drift import DriftingPrompt, PassDrift
 from cacheblend.vllm_backend.forward import LayersForward
 from cacheblend.vllm_backend.hidden import Hidden
 from cacheblend.vllm_backend.messages import BlendDone, BlendOrder, BlendTimes
@@ -77,6 +79,28 @@ class _Prompt:
             for span, chunk in zip(self.plan.reused, self.chunks, strict=True)
             if span.end > start and chunk is not None
         ]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[n] int64 ascending, the rows that are computed."""
+        assert self.rows is not None
+        return self.rows.positions
+
+    @property
+    def carries_drift(self) -> bool:
+        """Whether rows left alone move with those that are recomputed."""
+        return self.plan.carry_drift and self.selection is not None
+
+    def drifting(self) -> DriftingPrompt:
+        """What moves with the rows chosen so far."""
+        assert self.selection is not None
+        stored = {s.start: chunk for s, chunk in zip(self.plan.reused, self.chunks, strict=True) if chunk is not None}
+        chosen = torch.tensor(self.selection.rows, dtype=torch.int64)
+        return DriftingPrompt(self.plan, self.pages, chosen, self.order.start, stored)
+
+    def needs_deviation_at(self, layer: int) -> bool:
+        """Whether the rows that it drops at `layer` depend on how far their KV deviates there."""
+        return self.selection is not None and self.selection.needs_deviation_at(layer)
 
     @property
     def needs_scores(self) -> bool:
@@ -154,15 +178,10 @@ class BlendBatch:
         found: dict[ChunkKey, ChunkKV] = {}
         reasons: dict[ChunkKey, str] = {}
         bytes_loaded: dict[str, int] = {}
-        selector = order.plan.selector
-        in_vain = selector is not None and selector.recomputes_everything
-        for identity in order.plan.chunks:
+        for identity in order.plan.chunks_read:
             if identity.key not in needed:
                 continue
             try:
-                if in_vain and self.store.lookup(identity) is not None:
-                    # Not even read: every one of its rows is overwritten before anything attends to it.
-                    continue
                 tier, chunk = self._get(identity)
             except Exception as gone:
                 # Whatever it was: the other ranks wait to agree on it.
@@ -233,16 +252,43 @@ class BlendBatch:
                 selection.count_layers(last - first)
             kept: list[Hidden] = []
             done = 0
-            for piece in slices(_rows(prompts), self.most_rows):
+            drifting = {i: prompt.drifting() for i, prompt in enumerate(prompts) if prompt.carries_drift}
+            borders = {i: one.borders(prompts[i].positions) for i, one in drifting.items()}
+            # What moves by itself does so with the first pass, or after all where there is none.
+            alone = list(drifting.values())
+            for piece in slices(_rows(prompts), self.most_rows, borders):
                 rows = RowBatch([part for _, part in piece], self.forward.device)
                 with times.stage("recompute"):
                     entering = (
                         self.forward.embed(rows) if hidden is None else hidden.take(slice(done, done + len(rows)))
                     )
-                    kept.append(self.forward.run(first, last, entering, rows, self.forward.attention(rows), place))
+                    attention, drift = self.forward.attention(rows), self._drift(drifting, piece, alone)
+                    kept.append(self.forward.run(first, last, entering, rows, attention, place, drift=drift))
+                alone = []
                 done += len(rows)
                 yield len(rows) * (last - first) / layers
+            for layer in range(first, last) if alone else ():
+                place(layer)
+                self._move_alone(layer, alone)
             hidden = Hidden.join(kept) if kept and last < layers else None
+
+    def _drift(
+        self,
+        drifting: Mapping[int, DriftingPrompt],
+        piece: Sequence[tuple[int, PromptRows]],
+        alone: Sequence[DriftingPrompt],
+    ) -> PassDrift | None:
+        """What moves with a pass; None if nothing does."""
+        if not drifting:
+            return None
+        firsts = accumulate((len(part.positions) for _, part in piece), initial=0)
+        parts = [(drifting[i], part, at) for (i, part), at in zip(piece, firsts, strict=False) if i in drifting]
+        drift = PassDrift(parts, alone, self.rotary, self.forward.device)
+        return None if drift.moves_nothing else drift
+
+    def _move_alone(self, layer: int, alone: Sequence[DriftingPrompt]) -> None:
+        nothing = torch.empty(0, self.forward.kv_heads, self.forward.head_dim, device=self.forward.device)
+        PassDrift([], alone, self.rotary, self.forward.device).apply(layer, self.forward.pages[layer], nothing, nothing)
 
     def _choose(self, prompt: _Prompt) -> None:
         fresh = prompt.fresh()
@@ -263,37 +309,49 @@ class BlendBatch:
     def _narrow(self, layer: int, hidden: Hidden, prompts: Sequence[_Prompt]) -> Hidden:
         """Drop the rows whose KV at `layer` deviates least from what is in the pages."""
         deviations = self._deviations(layer, hidden, prompts)
-        kept, first = [], 0
+        kept = []
         for prompt in prompts:
             assert prompt.rows is not None
-            last = first + len(prompt.rows.positions)
-            keep = torch.ones(last - first, dtype=torch.bool)
+            keep = torch.ones(len(prompt.rows.positions), dtype=torch.bool)
             if prompt.selection is not None and prompt.selection.drops_at(layer):
-                needed = prompt.selection.needs_deviation_at(layer)
-                keep = prompt.selection.narrow(layer, deviations[first:last] if needed else None)
+                keep = prompt.selection.narrow(layer, deviations.get(prompt.order.request_id))
                 prompt.rows = PromptRows(prompt.pages, prompt.selection.positions)
             kept.append(keep)
-            first = last
         # As indices: what a mask marks would have to be counted on the device, and waited for.
         going_on = torch.cat(kept).nonzero().flatten()
         if self.forward.device.type == "cuda":
             going_on = going_on.pin_memory().to(self.forward.device, non_blocking=True)
         return hidden.take(going_on)
 
-    def _deviations(self, layer: int, hidden: Hidden, prompts: Sequence[_Prompt]) -> torch.Tensor:
-        """[rows] float32 on the CPU: squared difference of new and stored KV, over all heads of all ranks."""
-        found = []
+    def _deviations(self, layer: int, hidden: Hidden, prompts: Sequence[_Prompt]) -> dict[str, torch.Tensor]:
+        """Squared difference of new and stored KV, over all heads of all ranks, of the prompts that drop rows by it.
+
+        Returns:
+            By request id, [rows] float32 on the CPU.
+        """
+        found: list[torch.Tensor] = []
+        lengths: dict[str, int] = {}
         first = 0
         pages = self.forward.pages[layer]
-        for piece in slices(_rows(prompts), self.most_rows):
-            rows = RowBatch([part for _, part in piece], self.forward.device)
-            new = self.forward.keys_values(layer, hidden.take(slice(first, first + len(rows))), rows)
-            if pages.paged is not None:
-                found.append(kv_deviation(*new, pages.paged, rows.slots))
-            else:
-                found.append(squared_distance(new, pages.read(rows.slots)))
-            first += len(rows)
-        return self.ranks.sum(torch.cat(found)).cpu()
+        # Neighbours, because their rows lie together in `hidden`.
+        for needed, group in groupby(prompts, lambda prompt: prompt.needs_deviation_at(layer)):
+            neighbours = list(group)
+            parts = _rows(neighbours)
+            counts = [len(part.positions) for part in parts]
+            if not needed:
+                first += sum(counts)
+                continue
+            lengths.update(zip((prompt.order.request_id for prompt in neighbours), counts, strict=True))
+            for piece in slices(parts, self.most_rows):
+                rows = RowBatch([part for _, part in piece], self.forward.device)
+                new = self.forward.keys_values(layer, hidden.take(slice(first, first + len(rows))), rows)
+                if pages.paged is not None:
+                    found.append(kv_deviation(*new, pages.paged, rows.slots))
+                else:
+                    found.append(squared_distance(new, pages.read(rows.slots)))
+                first += len(rows)
+        deviations = self.ranks.sum(torch.cat(found)).cpu() if found else torch.empty(0)
+        return dict(zip(lengths, deviations.split(list(lengths.values())), strict=True))
 
 
 def _reason(error: Exception) -> str:

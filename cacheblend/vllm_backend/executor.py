@@ -192,5 +192,4 @@ def rows_computed(order: BlendOrder) -> int:
 
 def rows_placed(order: BlendOrder) -> int:
     """Rows of stored KV that an order moves, where none of them is in the prefix cache."""
-    selector = order.plan.selector
-    return 0 if selector is None or selector.recomputes_everything else order.plan.reused_tokens
+    return order.plan.reused_tokens if order.plan.chunks_read else 0

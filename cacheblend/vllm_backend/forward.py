@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from cacheblend.errors import UnsupportedModelError
 from cacheblend.kernels.place_rows import LayersPages
 from cacheblend.vllm_backend.attention import LayerRows, PassAttention, RowsAttention, RunsAttention
+from cacheblend.vllm_backend.drift import PassDrift
 from cacheblend.vllm_backend.eager import eager_kernels
 from cacheblend.vllm_backend.hidden import Hidden
 from cacheblend.vllm_backend.layer_graphs import LayerGraphs, RowsGraph
@@ -121,6 +122,7 @@ class LayersForward:
         before_layer: Callable[[int], None] | None = None,
         *,
         attend_last: bool = False,
+        drift: PassDrift | None = None,
     ) -> Hidden:
         """Layers `first` to `last` (exclusive).
 
@@ -133,22 +135,25 @@ class LayersForward:
             before_layer: called with each layer's index before it runs.
             attend_last: attend in the model's last layer too; otherwise only its KV is written, since nothing reads
                 the hidden states of rows before the question.
+            drift: moves rows that are not in the batch, before the batch's KV is written.
 
         Returns:
             What enters layer `last`.
         """
         graph = self._graphs.for_rows(len(rows)) if self._graphs and attention.metadata is None else None
         if graph is not None:
-            return self._replay(graph, first, last, hidden, rows, attention, before_layer, attend_last)
+            return self._replay(graph, first, last, hidden, rows, attention, before_layer, attend_last, drift)
         with self._context(rows, attention), eager_kernels(self.device):
             for index in range(first, last):
                 if before_layer is not None:
                     before_layer(index)
                 if index == self.num_layers - 1 and not attend_last:
                     keys, values = self._stop_at_attention(index, hidden, rows)
+                    if drift is not None:
+                        drift.apply(index, self.pages[index], keys, values)
                     self.pages[index].write(rows.slots, keys, values)
                     break
-                with self._attending(index, attention):
+                with self._attending(index, attention), self._drifting(index, drift):
                     hidden = Hidden(*self._layers[index](rows.positions, hidden.states, hidden.residual))
         return hidden
 
@@ -176,6 +181,7 @@ class LayersForward:
         attention: PassAttention,
         before_layer: Callable[[int], None] | None,
         attend_last: bool,
+        drift: PassDrift | None,
     ) -> Hidden:
         """`run` by graphs."""
         count, slots = len(rows), rows.slots
@@ -187,6 +193,8 @@ class LayersForward:
             layer, pages = graph.layers[index], self.pages[index]
             layer.before.replay()
             query, key, value = layer.query[:count], layer.key[:count], layer.value[:count]
+            if drift is not None:
+                drift.apply(index, pages, key, value)
             pages.write(slots, key, value)
             at_the_end = index == self.num_layers - 1
             if not at_the_end or attend_last:
@@ -235,6 +243,23 @@ class LayersForward:
             return output
 
         handle = module.register_forward_hook(replace)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @contextmanager
+    def _drifting(self, index: int, drift: PassDrift | None) -> Any:
+        """While it lasts, rows move with those of the pass once layer `index` knows their keys and values."""
+        if drift is None:
+            yield
+            return
+
+        def move(_module: Any, args: tuple[torch.Tensor, ...]) -> None:
+            keys, values = (x.view(x.shape[0], self.kv_heads, self.head_dim) for x in args[1:3])
+            drift.apply(index, self.pages[index], keys, values)
+
+        handle = self._attention[index].register_forward_pre_hook(move)
         try:
             yield
         finally:

@@ -120,7 +120,7 @@ def _hashes(salt: str, blocks: int) -> list[bytes]:
 def _told_spans(plan: BlendPlan) -> Sequence[Span]:
     """What the KV depends on: the question too, where the choice of rows does."""
     assert plan.selector is not None
-    return plan.spans if plan.selector.evidence is Evidence.ATTENTION else plan.spans[:-1]
+    return plan.spans if plan.selector.needs(Evidence.ATTENTION) else plan.spans[:-1]
 
 
 def _digest(plan: BlendPlan, own_salt: str | None) -> str:
@@ -129,6 +129,7 @@ def _digest(plan: BlendPlan, own_salt: str | None) -> str:
     described = {
         "version": CODE_VERSION,
         "salt": own_salt,
+        "carry_drift": plan.carry_drift,
         "selector": [selector.spec, selector.layers if isinstance(selector, GivenRowsSelector) else None],
         # A key stands for its chunk's ids, and is no list of ids.
         "spans": [

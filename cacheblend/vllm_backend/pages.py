@@ -62,7 +62,11 @@ class PageLayout:
         if views is not None:
             return views[0][blocks, offsets], views[1][blocks, offsets]
         distinct, where = torch.unique(blocks, return_inverse=True)
-        raw = cache[distinct].reshape(len(distinct), -1)[:, self.permutation].view(len(distinct), *self._shape)
+        raw = (
+            cache[distinct]
+            .reshape(len(distinct), cache[0].numel())[:, self.permutation]
+            .view(len(distinct), *self._shape)
+        )
         return raw[where, 0, offsets], raw[where, 1, offsets]
 
     def _learn(self, attention: Any, cache: torch.Tensor) -> torch.Tensor:

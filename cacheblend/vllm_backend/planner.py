@@ -75,7 +75,8 @@ class Planner:
                 segments.append(Segment(role, ids))
         start, end = bounds[question]
         segments.append(Segment(SegmentRole.QUESTION, tuple(token_ids[start:end])))
-        return BlendPlan(tuple(segments), selector)
+        carry_drift = self._settings.carry_drift if params.carry_drift is None else params.carry_drift
+        return BlendPlan(tuple(segments), selector, carry_drift)
 
     def take_missed(self) -> tuple[ChunkIdentity, ...]:
         """Chunks that were not there since the last call, where a remote server could have them."""

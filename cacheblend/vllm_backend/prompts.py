@@ -73,6 +73,7 @@ def outgoing(
         primer=primer,
         policy=policy,
         selector=chosen.pop("name", None),
+        carry_drift=plan.carry_drift,
         namespace=namespace,
         session=None if hints is None else hints.session_id,
         candidates=() if hints is None else tuple(chunk.token_ids for chunk in hints.candidates),

@@ -60,6 +60,7 @@ class BlendParams(BaseModel):
         head_tokens: rows a chunk for `chunk_head` and its compositions.
         check_layers: layers at which `deviation` drops rows.
         rows: recompute these reusable positions and no others, instead of a selector's choice (for replays).
+        carry_drift: whether the rows that are not recomputed move with those that are; the server's default if None.
         namespace: look only for chunks that were collected or put under this name; the model's own if None.
         session: the conversation it belongs to; documents reappear in one, which prediction learns from.
         candidates: token ids of chunks that the retriever nearly picked, best first; a hint for prediction.
@@ -79,6 +80,7 @@ class BlendParams(BaseModel):
     head_tokens: int | None = Field(default=None, ge=0)
     check_layers: tuple[int, ...] | None = None
     rows: tuple[int, ...] | None = None
+    carry_drift: bool | None = None
     namespace: str | None = Field(default=None, pattern=NAMESPACE_PATTERN)
     session: str | None = Field(default=None, min_length=1, max_length=256)
     candidates: tuple[tuple[int, ...], ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -173,8 +173,16 @@ def _tensor_of(numbers: Sequence[int]) -> torch.Tensor:
     return torch.frombuffer(packed, dtype=torch.int64)
 
 
-def slices(parts: Sequence[PromptRows], most: int) -> list[list[tuple[int, PromptRows]]]:
+def slices(
+    parts: Sequence[PromptRows], most: int, borders: Mapping[int, Sequence[int]] | None = None
+) -> list[list[tuple[int, PromptRows]]]:
     """Cut a batch into pieces of at most `most` rows, in order.
+
+    Args:
+        parts: the batch.
+        most: rows of a piece.
+        borders: by a part's index, where alone it is cut (ascending indices of its rows); rows between two borders
+            that are more than `most` are cut anywhere, from the beginning of a piece.
 
     Returns:
         For each piece, (index of the part, its rows) pairs; parts without rows are left out.
@@ -183,11 +191,18 @@ def slices(parts: Sequence[PromptRows], most: int) -> list[list[tuple[int, Promp
     room = 0
     for index, part in enumerate(parts):
         first, count = 0, len(part.positions)
+        allowed = None if borders is None else borders.get(index)
         while first < count:
             if room == 0:
                 pieces.append([])
                 room = most
             last = min(count, first + room)
+            if last < count and allowed is not None:
+                border = max((at for at in allowed if first < at <= last), default=None)
+                if border is None and room < most:
+                    room = 0
+                    continue
+                last = border or last
             pieces[-1].append((index, part.cut(first, last)))
             room -= last - first
             first = last

@@ -131,9 +131,9 @@ class SchedulerHalf:
         plan, known = tracked.plan, self._known_rows(tracked)
         if tracked.namespace is not None and self._prefix_caching:
             tracked.namespace.leader = tracked.id
-        if known is not None and not (plan.selector is not None and plan.selector.recomputes_everything):
+        if known is not None and plan.chunks_read:
             # Rows that are given would be placed first, all of them too: that they are all only their selector says.
-            plan = BlendPlan(plan.segments, GivenRowsSelector(known))
+            plan = replace(plan, selector=GivenRowsSelector(known))
         self._blends.append(BlendOrder(tracked.id, plan, tuple(block_ids), tracked.start, tracked.end))
 
     def build_orders(self, output: Any) -> StepOrders:
@@ -230,7 +230,7 @@ class SchedulerHalf:
             self._tell(tracked)
             return
         tracked.phase = Phase.PLANNED
-        self._traffic.observe(QuestionQueued(tracked.id, tracked.asked.chunks, params.session))
+        self._traffic.observe(QuestionQueued(tracked.id, tracked.asked.chunks_read, params.session))
         if params.candidates:
             self._traffic.observe(CandidatesSeen(tracked.id, self._planner.candidates(ids, params)))
         if self._admitted() < ADMITTED_AHEAD:
@@ -265,7 +265,7 @@ class SchedulerHalf:
         return sum(tracked.phase is Phase.ADMITTED for tracked in self._tracked.values())
 
     def _admit(self, tracked: Tracked) -> None:
-        """Fix the effective plan, pin its chunks and order what is missing from host memory."""
+        """Fix the effective plan, pin the chunks it reads and order those missing from host memory."""
         assert tracked.asked is not None
         self._traffic.release(tracked.id)
         admission, tracked.waiting_for = self._traffic.admit(tracked.id, tracked.asked, tracked.policy)
@@ -352,7 +352,7 @@ class SchedulerHalf:
         report = done.report
         known = namespace.report if namespace is not None and self._known_rows(tracked) is not None else None
         if report.mode == "blend":
-            report.selector = plan.selector.spec
+            report.selector = plan.rule
             if known is not None:
                 report.recomputed_ratio = known.recomputed_ratio
         tracked.phase = Phase.BLENDED

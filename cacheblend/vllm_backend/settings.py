@@ -28,6 +28,7 @@ class ConnectorSettings(BaseModel):
         policy: of requests that name none.
         selector: of requests that name none.
         ratio: of requests that name neither a selector nor a ratio.
+        carry_drift: whether rows that are not recomputed move with those that are, of requests that do not say.
         max_rows_per_step: rows recomputed in one engine step, times the share of the layers they pass; what is over
             waits for the next step, in order. None is the engine's `max_num_batched_tokens`.
         attention: `runs` computes rows with the engine's own kernel, `rows` with ours; `auto` is ours on a GPU.
@@ -50,6 +51,7 @@ class ConnectorSettings(BaseModel):
     policy: Policy = Policy.BLEND
     selector: str = "chunk_head+query"
     ratio: float | None = Field(default=None, ge=0.0, le=1.0)
+    carry_drift: bool = False
     max_rows_per_step: int | None = Field(default=None, ge=1)
     attention: Literal["auto", "runs", "rows"] = "auto"
     graph_rows: int = Field(default=1024, ge=0)

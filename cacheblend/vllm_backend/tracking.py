@@ -80,7 +80,7 @@ class Tracked:
         """
         assert self.plan is not None
         selector = self.plan.selector
-        asks = selector is not None and selector.evidence is Evidence.ATTENTION
+        asks = selector is not None and selector.needs(Evidence.ATTENTION)
         end = self.plan.question.start if asks else self.plan.reused[-1].end
         return min(end, self.request.num_tokens - 1)
 

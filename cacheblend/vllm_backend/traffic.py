@@ -66,15 +66,15 @@ class ChunkTraffic:
         self._why_evicted: dict[tuple[ChunkKey, Tier], str] = {}
 
     def admit(self, request_id: str, plan: BlendPlan, policy: Policy) -> tuple[Admission, set[ChunkKey]]:
-        """Fix a request's effective plan, pin its chunks, and order what it needs.
+        """Fix a request's effective plan, pin the chunks it reads, and order what it needs.
 
         Returns:
-            The admission, and those of its chunks that are on their way to the host, for it or for somebody else.
+            The admission, and those of these chunks that are on their way to the host, for it or for somebody else.
         """
         admission = self._scheduler.admit(request_id, plan, policy)
         self._admitted = True
         self._carry(admission.evictions, [*admission.loads, *admission.promotions])
-        return admission, self._arrivals.awaited(admission.plan.keys)
+        return admission, self._arrivals.awaited(chunk.key for chunk in admission.plan.chunks_read)
 
     def release(self, request_id: str) -> None:
         """Let a request's pins go; unknown requests are let be."""

@@ -17,6 +17,7 @@ FULL = "full"
 FULL_AGAIN = "full-again"
 PREFIX_CACHED = "prefix-cached"
 REUSE = "reuse"
+DRIFT = "drift"
 TIER_NAMES = {"warm": Tier.HOST, "cold": Tier.DISK}
 
 _PARAMETER = re.compile(r"\d+|\d*\.\d+")
@@ -31,10 +32,12 @@ class Arm:
     Attributes:
         name: as it was asked for, for example `deviation:0.15`.
         selector: picks the rows to recompute; None is full prefill.
+        carry_drift: whether the other rows are moved by the drift of those.
     """
 
     name: str
     selector: Selector | None
+    carry_drift: bool = False
 
     @property
     def policy(self) -> Policy:
@@ -63,7 +66,7 @@ def parse_arms(text: str) -> tuple[Arm, ...]:
     vLLM among other requests). `prefix-cached` is full prefill by an engine that caches prefixes. `reuse` recomputes
     nothing. Others are a selector with its parameters, each after a colon: a whole number is tokens of each
     chunk's head, a number with a decimal point is a ratio, as in `chunk_head:16`, `query:0.15` and
-    `chunk_head+query:16:0.15`.
+    `chunk_head+query:16:0.15`; `drift` moves the rows that are left alone, as in `query:0.15:drift`.
 
     Raises:
         EvalError: an arm is unknown, has parameters that do not fit it, or is named twice.
@@ -115,6 +118,8 @@ def _parse_arm(name: str) -> Arm:
     if name == REUSE:
         return Arm(name, make_selector("none"))
     selector, *parameters = name.split(":")
+    carry_drift = DRIFT in parameters
+    parameters = [parameter for parameter in parameters if parameter != DRIFT]
     if selector not in SELECTOR_NAMES or selector in _OTHER_NAMES:
         known = ", ".join(
             [FULL, FULL_AGAIN, PREFIX_CACHED, REUSE, *(s for s in SELECTOR_NAMES if s not in _OTHER_NAMES)]
@@ -130,6 +135,6 @@ def _parse_arm(name: str) -> Arm:
     if selector == "chunk_head" and heads and ratios:
         raise EvalError(f"Arm '{name}' asks for tokens and for a ratio; give chunk_head one of them.")
     try:
-        return Arm(name, make_selector(selector, next(iter(ratios), None), next(iter(heads), None)))
+        return Arm(name, make_selector(selector, next(iter(ratios), None), next(iter(heads), None)), carry_drift)
     except BlendError as error:
         raise EvalError(f"Arm '{name}' cannot be run: {error}") from None

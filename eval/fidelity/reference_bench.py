@@ -136,7 +136,7 @@ class ReferenceBench(FidelityBench):
             ) from error
 
     def _plan(self, question: LaidOutQuestion, arm: Arm) -> BlendPlan:
-        return question.plan(lambda chunk: self._segment(chunk, arm), arm.selector)
+        return question.plan(lambda chunk: self._segment(chunk, arm), arm.selector, arm.carry_drift)
 
     def _segment(self, chunk: tuple[int, ...], arm: Arm) -> Segment:
         if arm.selector is None:

@@ -198,7 +198,7 @@ class VllmBench(FidelityBench):
         def segment(chunk: tuple[int, ...]) -> Segment:
             return Segment(SegmentRole.CHUNK, chunk, None if arm.is_reference else self._identity(chunk))
 
-        return question.plan(segment, arm.selector)
+        return question.plan(segment, arm.selector, arm.carry_drift)
 
 
 def _policy(arm: Arm) -> Policy:

@@ -53,10 +53,10 @@ class ChunkOptions:
         str,
         Option(
             metavar="[auto|none|FILE]",
-            help="Passages that chunks are encoded behind as well: chosen from the documents, none, or a file's, which "
-            "is the same whatever documents there are.",
+            help="Passages that chunks are encoded behind as well, for documents of one kind: auto chooses them from "
+            "the documents, a file's are the same whatever documents there are.",
         ),
-    ] = _DEFAULTS["primer"]
+    ] = _DEFAULTS["primer"] or NO_PRIMER
     system_prompt: Annotated[str, Option(help="The instruction before the documents.")] = _DEFAULTS["system_prompt"]
     chunk_tokens: Annotated[int, Option(help="Tokens of a chunk at most.")] = _DEFAULTS["chunk_tokens"]
     chunk_overlap: Annotated[int, Option(help="Tokens repeated in the next chunk.")] = _DEFAULTS["chunk_overlap"]
@@ -93,6 +93,9 @@ class AnswerOptions:
     head_tokens: Annotated[
         int | None, Option(help="Rows recomputed at each chunk's head.", show_default="the selector's")
     ] = None
+    carry_drift: Annotated[
+        bool, Option("--carry-drift", help="Move the rows that are not recomputed with those that are.")
+    ] = _DEFAULTS["carry_drift"]
     top_k: Annotated[int, Option(help="Chunks retrieved for a question.")] = _DEFAULTS["top_k"]
     host_budget_bytes: Annotated[
         int,

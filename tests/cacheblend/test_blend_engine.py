@@ -22,6 +22,7 @@ from cacheblend.protocols import (
 )
 from cacheblend.request import EngineRequest
 from cacheblend.sampling_params import SamplingParams
+from cacheblend.selectors import make_selector
 from cacheblend.testing import FakePredictor, FakePrefetcher, FakeRunner, FakeScheduler
 from kvstore.errors import UnavailableReason
 from kvstore.events import Evicted, Published
@@ -466,6 +467,20 @@ def test_the_policy_full_pins_and_loads_nothing():
     outcome = bench.run()["q"]
     assert outcome.report.mode == "full"
     assert bench.prefetcher.started == []
+
+
+def test_a_request_that_recomputes_everything_waits_for_no_load_pins_nothing_and_tells_of_no_chunk():
+    bench = Bench(by_itself=False)
+    everything = plan_of([A], make_selector("query", 1.0))
+    bench.submit("reads", plan_of([A]))
+    bench.submit("computes", everything)
+    bench.engine.step()
+    assert bench.prefetcher.started == [A.key]
+    assert bench.runner.plans == {"computes": everything}
+    assert bench.predictor.observed[:2] == [QuestionQueued("reads", (A,)), QuestionQueued("computes", ())]
+    bench.engine.abort("reads")
+    assert bench.store.pinned_count() == 0
+    bench.engine.close()
 
 
 class GivesUp(FakeScheduler):

@@ -14,6 +14,7 @@ from cacheblend.request import EngineRequest
 from cacheblend.sampling_params import SamplingParams
 from cacheblend.scheduling.chunk_scheduler import ChunkScheduler
 from cacheblend.scheduling.session_predictor import SessionPredictor
+from cacheblend.selectors import make_selector
 from cacheblend.testing import FakePredictor, FakeRunner
 from kvstore.errors import ChunkUnavailable, UnavailableReason
 from kvstore.store import ChunkStore
@@ -121,6 +122,15 @@ def test_a_file_that_vanished_makes_that_chunk_fresh(parts, tmp_path):
     outcome = parts.run()["q"]
     assert parts.runner.plans["q"].keys == (A.key,)
     assert outcome.report.fallback_reasons == ("evicted",)
+
+
+def test_a_request_that_recomputes_everything_loads_nothing_and_lacks_nothing(parts, tmp_path):
+    file_of(tmp_path, B).unlink()
+    plan = plan_of([A, B], make_selector("full"))
+    parts.submit("q", plan)
+    outcome = parts.run()["q"]
+    assert (parts.runner.plans["q"], outcome.report.fallback_reasons) == (plan, ())
+    assert parts.loads == []
 
 
 def test_a_chunk_wanted_by_many_requests_at_once_is_loaded_once(parts):

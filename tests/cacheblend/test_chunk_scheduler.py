@@ -131,6 +131,25 @@ def test_full_reuses_nothing_and_pins_nothing():
     assert (admission.loads, admission.reason, scheduler.pinned()) == ((), None, 0)
 
 
+@pytest.mark.parametrize("name", ["full", "query", "deviation", "chunk_head+query"])
+def test_a_blend_that_recomputes_everything_has_nothing_loaded_pinned_or_evicted_whatever_becomes_of_its_chunks(name):
+    scheduler = scheduler_of(SIZE, [*on_host(A), *on_disk(B)], gpu=SIZE)
+    plan = plan_of([A, B], make_selector(name, 1.0))
+    admission = scheduler.admit("q", plan, Policy.BLEND)
+    assert (admission.plan, admission.loads, admission.evictions, admission.promotions) == (plan, (), (), ())
+    assert (scheduler.pinned(), scheduler.used_bytes(Tier.GPU)) == (0, 0)
+    # Its chunk leaves for another request at once.
+    assert keys_of(scheduler.admit("other", plan_of([B]), Policy.BLEND).evictions) == [A.key]
+    scheduler.release("q")
+    assert scheduler.pinned() == 1
+
+
+def test_a_blend_that_recomputes_everything_still_names_the_chunks_that_are_missing():
+    scheduler = scheduler_of(SIZE, on_disk(A))
+    admission = scheduler.admit("q", plan_of([A, B], make_selector("full")), Policy.BLEND)
+    assert (admission.plan.keys, admission.plan.fallback_reasons) == ((A.key,), ("missing",))
+
+
 @pytest.mark.parametrize(
     ("ratio", "mode"),
     [(0.0, "blend"), (0.15, "blend"), (0.85, "blend"), (0.9, "full"), (1.0, "full")],

@@ -36,6 +36,23 @@ def test_reused_spans_tokens_and_keys_are_those_of_reused_segments_alone():
     assert plan.fallback_reasons == ("missing",)
 
 
+@pytest.mark.parametrize(
+    ("selector", "read"),
+    [
+        (make_selector("none"), (A, B)),
+        (make_selector("query", 0.999), (A, B)),
+        (make_selector("query", 1.0), ()),
+        (make_selector("deviation", 1.0), ()),
+        (make_selector("full"), ()),
+    ],
+    ids=lambda value: getattr(value, "spec", None),
+)
+def test_a_plan_reads_each_of_its_chunks_once_unless_every_row_of_them_is_computed_anyway(selector, read):
+    plan = plan_of([A, B, A], selector)
+    assert (plan.chunks, plan.chunks_read) == ((A, B), read)
+    assert plan.as_full().chunks_read == ()
+
+
 def test_with_fresh_changes_the_named_chunks_everywhere_and_nothing_else():
     plan = plan_of([A, B, A], system=(9,))
     changed = plan.with_fresh({A.key: "checksum", identity_of(3).key: "missing"})

@@ -16,6 +16,7 @@ from cacheblend.selectors import make_selector
 from cacheblend.selectors.deviation import DeviationSelector
 from kvstore.key import ChunkIdentity
 from kvstore.store import ChunkStore
+from kvstore.tiers import Tier
 
 PROMPT = list(range(10, 40))
 OTHER = list(range(100, 120))
@@ -300,6 +301,21 @@ def test_a_blend_that_recomputes_everything_measures_nothing(folder, monkeypatch
     assert report.rows == tuple(range(len(OTHER)))
     with pytest.raises(AssertionError, match="something was measured"):
         runner.score(plan_of([chunk], make_selector(name, 0.99), PROMPT))
+
+
+@pytest.mark.parametrize("name", ["full", "query", "deviation"])
+def test_a_blend_that_recomputes_everything_reads_nothing_and_is_the_same_though_its_chunk_is_gone(folder, name):
+    store = ChunkStore(None, 1 << 26)
+    runner = ReferenceRunner.from_folder(folder, store)
+    runner.collect([OTHER], ())
+    chunk = ChunkIdentity(runner.fingerprint, (), tuple(OTHER))
+    plan = plan_of([chunk], make_selector(name, 1.0), PROMPT)
+    before, report = runner.score(plan)
+    assert report.bytes_loaded == {}
+    store.evict(chunk.key, Tier.HOST)
+    after, report = runner.score(plan)
+    assert after.equal(before)
+    assert (report.reused_tokens, report.bytes_loaded, report.fallback_reasons) == (len(OTHER), {}, ())
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 99999999999999999999999])

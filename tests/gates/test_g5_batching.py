@@ -1,5 +1,7 @@
 """G5: a request blended in a batch gives what it gives alone, and twice in a row gives the same."""
 
+from dataclasses import replace
+
 import pytest
 
 from cacheblend.plan import full_prefill_plan
@@ -22,6 +24,8 @@ def plans(bench):
         bench.plan([chunks[2], chunks[2]], question, make_selector("none")),
         bench.plan(chunks, question, make_selector("chunk_head+query", 0.3), system),
         full_prefill_plan(bench.ids(3, 8)),
+        replace(bench.plan(chunks, bench.ids(8, 9), make_selector("query", 0.2), system), carry_drift=True),
+        replace(bench.plan(chunks[::-1], question, make_selector("deviation", 0.3), system), carry_drift=True),
     ]
 
 

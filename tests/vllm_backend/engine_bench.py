@@ -285,7 +285,8 @@ class EngineBench:
             start += len(ids)
         tail = tuple(token for ids, _ in ask.parts[question:] for token in ids)
         segments.append(Segment(SegmentRole.QUESTION, tail))
-        plan = BlendPlan(tuple(segments), GivenRowsSelector(answer.layer_rows))
+        drift = bool(ask.options.get("carry_drift"))
+        plan = BlendPlan(tuple(segments), GivenRowsSelector(answer.layer_rows), drift)
         return self.oracle.score(plan, forced)[0]
 
     def close(self) -> None:

@@ -41,3 +41,22 @@ class Corpus:
         """The chunks of these numbers, in this order."""
         chunks = [self.chunks[number] for number in order]
         return prompt(self.head, chunks, question or self.question, fresh, **options)
+
+
+def finish(engine: EngineBench) -> dict[str, Any]:
+    """Step until nothing is left; answers by request."""
+    answers = {}
+    while engine.engine.has_unfinished_requests():
+        for output in engine.engine.step():
+            if output.finished:
+                answers[output.request_id] = engine.answer(output)
+    return answers
+
+
+def evict_tail(engine: EngineBench, request: Any, first: int) -> None:
+    """Let go of a waiting request's cached blocks from number `first` on, as a full pool does."""
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    cached = [pool.get_cached_block(block_hash, [0]) for block_hash in request.block_hashes[first:]]
+    found = {blocks[0].block_id for blocks in cached if blocks}
+    assert found
+    pool.evict_blocks(found)

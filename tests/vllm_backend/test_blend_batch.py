@@ -34,7 +34,7 @@ from kvstore.store import ChunkStore
 from kvstore.tiers import Tier
 
 CPU = torch.device("cpu")
-LAYERS, DIM, BLOCK, BLOCKS = 4, 8, 4, 32
+LAYERS, DIM, BLOCK, BLOCKS = 4, 8, 4, 64
 HEAD, FRESH, QUESTION = ids_of(3, tokens=5), ids_of(4, tokens=3), (7, 8, 9)
 FIRST, SECOND = identity_of(1, tokens=10), identity_of(2, tokens=6)
 PARTS = (HEAD, FIRST, FRESH, SECOND)
@@ -265,16 +265,25 @@ def test_prompts_of_one_batch_get_what_each_gets_alone_though_one_recomputes_eve
     assert together.model.times_written(orders[1]) == [[1] * LENGTH] * LAYERS
 
 
+@pytest.mark.parametrize("start", [0, 9])
 @pytest.mark.parametrize("selector", EVERYTHING, ids=spec)
-def test_a_chunk_that_is_gone_is_fresh_and_named_with_its_reason_though_none_would_have_been_read(store, selector):
+def test_a_chunk_that_is_gone_changes_nothing_where_none_is_read_though_part_of_it_was_found(store, selector, start):
+    order = order_of(selector, start=start)
+    with_both = blend(store, order)
     store.evict(FIRST.key, Tier.HOST)
-    order = order_of(selector)
     blended = blend(store, order)
+    assert blended.done == with_both.done
     assert_near(blended.model.rows(order), full_prefill(store))
-    assert blended.done["0"].unavailable == {FIRST.key: UnavailableReason.EVICTED.value}
-    report = blended.account("0")
+
+
+@pytest.mark.parametrize("selector", OTHERS, ids=spec)
+def test_a_chunk_that_is_gone_is_fresh_and_named_with_its_reason(store, selector):
+    store.evict(FIRST.key, Tier.HOST)
+    done = blend(store, order_of(selector)).done["0"]
+    assert done.unavailable == {FIRST.key: UnavailableReason.EVICTED.value}
+    report = done.report
     assert report.fallback_reasons == (UnavailableReason.EVICTED.value,)
-    assert (report.mode, report.reused_tokens, report.rows) == ("blend", 6, REUSED[10:])
+    assert (report.mode, report.reused_tokens) == ("blend", 6)
 
 
 @pytest.mark.parametrize("selector", EVERYTHING, ids=spec)
@@ -303,16 +312,45 @@ def test_ranks_add_up_nothing_for_prompts_that_recompute_everything(store):
     assert blend(store, order_of(make_selector("query", 0.3))).rank.sums == 1
 
 
-def test_a_store_that_fails_when_it_is_asked_leaves_the_ranks_agreeing(store, monkeypatch):
+@pytest.mark.parametrize("selector", [make_selector("none"), make_selector("full")], ids=spec)
+def test_a_store_that_fails_when_it_is_asked_leaves_the_ranks_agreeing(store, monkeypatch, selector):
     def lookup(identity: Any) -> None:
         raise OSError("injected")
 
     monkeypatch.setattr(store, "lookup", lookup)
-    order = order_of(make_selector("full"))
+    order = order_of(selector)
     blended = blend(store, order)
     assert blended.rank.agreements == 1
-    assert set(blended.done["0"].unavailable.values()) == {UnavailableReason.UNREADABLE.value}
+    reads = set() if selector.recomputes_everything else {UnavailableReason.UNREADABLE.value}
+    assert set(blended.done["0"].unavailable.values()) == reads
     assert_near(blended.model.rows(order), full_prefill(store))
+
+
+@pytest.mark.parametrize("most_rows", [100, 7])
+def test_only_rows_of_prompts_that_drop_some_by_their_deviation_are_compared(store, most_rows):
+    narrowing, given = make_selector("deviation", 0.3), GivenRowsSelector(((0, REUSED), (1, REUSED[3:])))
+    others = [make_selector("query", 0.3), make_selector("full"), given, None]
+    together = [others[0], narrowing, *others[1:3], narrowing, narrowing, others[3]]
+    orders = [order_of(selector, number, start=number) for number, selector in enumerate(together)]
+    blended = blend(store, *orders, most_rows=most_rows)
+    assert blended.model.compared == sum(LENGTH - number for number in (1, 4, 5))
+    for order in orders:
+        alone = blend(store, order)
+        assert_near(blended.model.rows(order), alone.model.rows(order))
+        assert blended.done[order.request_id] == alone.done[order.request_id]
+
+
+def test_rows_that_are_given_as_dropped_are_neither_compared_nor_added_up_over_ranks(store):
+    blended = blend(store, order_of(GivenRowsSelector(((0, REUSED), (1, REUSED[3:])))))
+    assert (blended.model.compared, blended.rank.sums) == (0, 0)
+    assert blended.account("0").rows == REUSED[3:]
+
+
+def test_a_prompt_without_rows_left_has_none_compared_beside_others(store):
+    nothing = BlendOrder("0", plan_of([FIRST], DeviationSelector(0.0, (1, 2)), QUESTION), (0, 1, 2), 0, 10)
+    blended = blend(store, nothing, order_of(make_selector("deviation", 0.3, check_layers=(2,)), 1))
+    assert blended.model.compared == 10 + LENGTH
+    assert blended.account("0").rows == ()
 
 
 def test_the_models_chunks_are_unlike_what_it_computes(store):

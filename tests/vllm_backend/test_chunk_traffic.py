@@ -6,9 +6,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from connector_samples import identity_of
+from connector_samples import identity_of, plan_of
 
+from cacheblend.plan import Policy
 from cacheblend.scheduling.chunk_scheduler import ChunkScheduler
+from cacheblend.selectors import make_selector
 from cacheblend.vllm_backend.directory import ChunkDirectory
 from cacheblend.vllm_backend.metrics import BlendStats
 from cacheblend.vllm_backend.traffic import ChunkTraffic
@@ -41,6 +43,16 @@ def test_a_chunk_that_leaves_on_orders_is_counted_under_their_reason(traffic):
     assert [eviction.key for eviction in traffic.take_orders()[0]] == [CHUNK.key]
     tell(traffic, LEFT)
     assert evictions(traffic) == {"host:budget": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "awaited"), [("query", 0.5, {CHUNK.key}), ("query", 1.0, set()), ("full", None, set())]
+)
+def test_who_recomputes_everything_awaits_no_chunk_that_is_on_its_way_for_another(traffic, name, ratio, awaited):
+    tell(traffic, Published(CHUNK.key, Tier.DISK, ONE, 4))
+    assert traffic.admit("reads", plan_of([CHUNK], make_selector("none")), Policy.BLEND)[1] == {CHUNK.key}
+    admission, waiting_for = traffic.admit("another", plan_of([CHUNK], make_selector(name, ratio)), Policy.BLEND)
+    assert (admission.plan.keys, waiting_for) == ((CHUNK.key,), awaited)
 
 
 def test_the_reason_of_an_eviction_that_found_nothing_is_not_that_of_a_later_one(traffic):

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from engine_bench import Ask, error
-from engine_cases import prompt
+from engine_cases import evict_tail, finish, prompt
 from engine_configs import TOLERANCE
 
 from cacheblend.vllm_backend.forward import LayersForward
@@ -18,25 +18,6 @@ from kvstore.errors import ChunkUnavailable, UnavailableReason
 from kvstore.store import ChunkStore
 
 pytestmark = pytest.mark.engines("llama")
-
-
-def finish(engine):
-    """Step until nothing is left; answers by request."""
-    answers = {}
-    while engine.engine.has_unfinished_requests():
-        for output in engine.engine.step():
-            if output.finished:
-                answers[output.request_id] = engine.answer(output)
-    return answers
-
-
-def evict_tail(engine, request, first: int) -> None:
-    """Let go of a waiting request's cached blocks from number `first` on, as a full pool does."""
-    pool = engine.scheduler.kv_cache_manager.block_pool
-    cached = [pool.get_cached_block(block_hash, [0]) for block_hash in request.block_hashes[first:]]
-    found = {blocks[0].block_id for blocks in cached if blocks}
-    assert found
-    pool.evict_blocks(found)
 
 
 def lose(engine, monkeypatch, chunk, prefix) -> None:

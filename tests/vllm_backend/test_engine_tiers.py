@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import time
+import zlib
 from collections import Counter
 
 import pytest
@@ -16,11 +17,13 @@ from engine_bench import error
 from engine_cases import prompt
 from engine_configs import TOLERANCE
 
+from cacheblend.protocols import QuestionQueued
 from kvstore.events import Published
 from kvstore.tiers import Tier
 
 pytestmark = pytest.mark.engines("llama")
 RESTART_S = 60
+EVERYTHING = ({"selector": "full"}, *({"selector": name, "ratio": 1.0} for name in ("query", "deviation")))
 
 
 class Loads:
@@ -75,6 +78,62 @@ def test_a_chunk_evicted_between_look_up_and_use_is_read_through_from_disk(engin
     (answer,) = [engine.answer(output) for output in finished(engine)]
     assert answer.meta["fallback_reasons"] == []
     assert error(answer.first, engine.replayed(ask, answer, corpus.head)[0]) <= TOLERANCE
+
+
+@pytest.fixture
+def own_chunk(engine, corpus, request):
+    """A chunk of the test's own, on disk only, of which no predictor knows."""
+    chunk = engine.ids(77, zlib.crc32(request.node.name.encode()) % 100_000)
+    engine.collect([chunk], corpus.head)
+    engine.forget_host_copies()
+    tell_the_scheduler(engine)
+    return chunk
+
+
+@pytest.mark.parametrize("options", EVERYTHING, ids=lambda options: options["selector"])
+def test_who_recomputes_everything_has_nothing_loaded_or_pinned_and_tells_of_no_chunk(
+    engine, corpus, own_chunk, monkeypatch, options
+):
+    told = []
+    monkeypatch.setattr(engine.scheduler_half._traffic, "observe", told.append)
+    ask = prompt(corpus.head, [own_chunk], engine.ids(8, 7500), **options)
+    with Loads(engine.chunk_store) as loads:
+        engine.add(ask)
+        assert engine.scheduler_half.pinned() == 0
+        (answer,) = [engine.answer(output) for output in finished(engine)]
+    key = engine.identity(own_chunk, corpus.head).key
+    assert (loads.count[key], answer.meta["bytes_loaded"]) == (0, {})
+    assert [event.chunks for event in told if isinstance(event, QuestionQueued)] == [()]
+    assert error(answer.first, engine.full(ask)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("options", EVERYTHING, ids=lambda options: options["selector"])
+def test_who_recomputes_everything_lacks_nothing_when_a_chunk_vanishes_while_it_waits(
+    engine, corpus, own_chunk, options
+):
+    ask = prompt(corpus.head, [own_chunk, corpus.chunks[3]], engine.ids(8, 7510), **options)
+    engine.add(ask)
+    key = engine.identity(own_chunk, corpus.head).key
+    for path in engine.store_folder.rglob(f"{key}*"):
+        path.unlink()
+    engine.chunk_store.recheck(key)
+    assert engine.chunk_store.lookup(engine.identity(own_chunk, corpus.head)) is None
+    (answer,) = [engine.answer(output) for output in finished(engine)]
+    assert (answer.meta["reused_tokens"], answer.meta["fallback_reasons"]) == (77 + 64, [])
+    assert error(answer.first, engine.full(ask)) <= TOLERANCE
+
+
+def test_questions_share_blended_blocks_where_every_row_is_recomputed_and_not_where_they_choose(engine, corpus):
+    found = {}
+    for ratio in (1.0, 0.3):
+        for number in range(2):
+            ask = corpus.ask(2, 0, question=engine.ids(40, 7520 + number), selector="query", ratio=ratio)
+            answer = engine.one(ask)
+            found[ratio, number] = answer.meta["prefix_cached_tokens"]
+            want = engine.full(ask) if ratio == 1.0 else engine.replayed(ask, answer, corpus.head)[0]
+            assert error(answer.first, want) <= TOLERANCE
+    # 278 rows before the question fill eight blocks of 32; one block of the head is everybody's.
+    assert found == {(1.0, 0): 32, (1.0, 1): 256, (0.3, 0): 32, (0.3, 1): 32}
 
 
 def finished(engine):

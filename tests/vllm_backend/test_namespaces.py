@@ -30,9 +30,13 @@ SELECTORS = [
     make_selector("deviation", 0.25, check_layers=(2,)),
     make_selector("deviation", 0.25, check_layers=(1, 2)),
     DeviationSelector(0.25, (1, 2), widen=2.0),
+    make_selector("deviation", 1.0),
     make_selector("query", 0.25),
+    make_selector("query", 0.999),
+    make_selector("query", 1.0),
     make_selector("chunk_head+query", 0.25, 1),
     make_selector("chunk_head+query", 0.25, 2),
+    make_selector("chunk_head+query", 1.0, 1),
     make_selector("chunk_head+deviation", 0.25, 1),
     GivenRowsSelector.everywhere((0, 1)),
     GivenRowsSelector.everywhere((0, 2)),
@@ -76,9 +80,14 @@ def neighbours(draw):
     return (parts, selector, question), (parts_too, other_selector, other_question)
 
 
+def asks_the_question(selector):
+    """Where every row is recomputed there is no choice that could depend on it."""
+    return selector.evidence is Evidence.ATTENTION and selector.share < 1
+
+
 def what_the_kv_depends_on(description):
     parts, selector, question = description
-    return parts, selector, question if selector.evidence is Evidence.ATTENTION else None
+    return parts, selector, question if asks_the_question(selector) else None
 
 
 @settings(max_examples=300, deadline=None)
@@ -94,7 +103,7 @@ def test_plans_share_a_namespace_exactly_when_their_blended_kv_is_the_same(pair)
 def test_the_question_matters_only_to_selectors_that_ask_it(selector):
     namespaces = Namespaces()
     one, other = (namespaces.of(plan_of([CHUNKS[0]], selector, question)) for question in [(7, 8), (7, 9)])
-    assert (one is other) == (selector.evidence is not Evidence.ATTENTION)
+    assert (one is other) == (not asks_the_question(selector))
 
 
 @pytest.mark.parametrize("make", [QuerySelector, DeviationSelector])
@@ -226,10 +235,12 @@ def test_requests_of_one_namespace_share_blocks_exactly_as_far_as_their_ids_are_
         assert len(set(request.block_hashes)) == len(request.block_hashes) == len(request.token_ids) // BLOCK
 
 
-@pytest.mark.parametrize("selector", [make_selector("none"), make_selector("query", 0.25)], ids=lambda s: s.spec)
+@pytest.mark.parametrize(
+    "selector", [make_selector("none"), make_selector("query", 0.25), make_selector("query", 1.0)], ids=lambda s: s.spec
+)
 def test_a_namespace_tells_the_question_only_where_the_choice_of_rows_depends_on_it(selector):
     plan = plan_of([CHUNKS[0]], selector)
-    told = plan.length if selector.evidence is Evidence.ATTENTION else plan.question.start
+    told = plan.length if asks_the_question(selector) else plan.question.start
     assert Namespaces().of(plan).told_tokens == told
 
 
