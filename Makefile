@@ -19,7 +19,8 @@ COMMIT = $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 EMPTY :=
 RATIOS := 0.05 0.10 0.15 0.20 0.30 0.50
 GPU_ARMS = $(subst $(EMPTY) $(EMPTY),$(COMMA),full full-again prefix-cached reuse $(addprefix chunk_head:,4 16 32 96) \
-	$(foreach selector,deviation query chunk_head+query,$(addprefix $(selector):,$(RATIOS))))
+	$(foreach selector,deviation query chunk_head+query,$(addprefix $(selector):,$(RATIOS))) \
+	$(addsuffix :drift,deviation:0.15 query:0.05 query:0.15 query:0.30 chunk_head+query:0.15))
 # Over retrieved contexts it is another run, in folders of its own.
 FIDELITY_OUT = $(OUT)/fidelity$(if $(RETRIEVED),-retrieved)
 export TOKENIZERS_PARALLELISM := false

@@ -67,7 +67,8 @@ def test_every_chunk_is_reused_those_of_the_primer_too(primed):
     head = len(head_of(primed))
     whole = head + len(ids_of(primed))
     assert lengths == [whole, *[head] * len(own), *[whole] * 5]
-    answer = primed.run(QUESTION, documents=[others[0], *own, *others[1:]], selector="full")
+    # All rows by rounding: a ratio of 1.0 would read none of them.
+    answer = primed.run(QUESTION, documents=[others[0], *own, *others[1:]], selector="query", ratio=0.9999)
     assert answer.meta.fallback_reasons == ()
     assert answer.text == primed.run(QUESTION, documents=[others[0], *own, *others[1:]], policy="full").text
     tokens = sum(len(span.segment.token_ids) for span in plan.reused)

@@ -104,7 +104,8 @@ class Model:
         place = torch.cos(rows.positions[:, None] * 0.1 * (1.0 + torch.arange(DIM)))
         return (hidden.states + place)[:, None] * (1.0 + index), (hidden.states - place)[:, None]
 
-    def run(self, first, last, hidden, rows, attention, before_layer=None, *, attend_last=False) -> Hidden:
+    def run(self, first, last, hidden, rows, attention, before_layer=None, *, attend_last=False, drift=None) -> Hidden:
+        assert drift is None
         if isinstance(attention, ScoringAttention):
             self.scoring_rows += len(rows)
         elif first == 0:
