@@ -64,7 +64,7 @@ def test_a_server_that_is_not_there_is_unreachable_and_is_used_once_it_is(tmp_pa
 
 
 def test_a_server_that_was_restarted_between_two_reads_is_read_without_a_failure(start):
-    server = start(appendonly="yes")
+    server = start(appendonly="yes", appendfsync="always")
     tier = RemoteTier(server.url, timeout_s=PLENTY_S)
     tier.put(sample(1))
     server.kill()
@@ -73,7 +73,7 @@ def test_a_server_that_was_restarted_between_two_reads_is_read_without_a_failure
 
 
 def test_a_server_killed_in_the_middle_of_a_read_is_unreachable_and_read_when_it_is_back(start, quick_return):
-    server = start(appendonly="yes")
+    server = start(appendonly="yes", appendfsync="always")
     RemoteTier(server.url, timeout_s=PLENTY_S).put(large(1))
     relay = Relay(server.port, server.kill, to_client=LARGE // 2)
     tier = RemoteTier(relay.url, timeout_s=PLENTY_S)
@@ -85,7 +85,7 @@ def test_a_server_killed_in_the_middle_of_a_read_is_unreachable_and_read_when_it
 
 
 def test_a_server_killed_in_the_middle_of_a_write_comes_back_with_nothing_half(start, quick_return):
-    server = start(appendonly="yes")
+    server = start(appendonly="yes", appendfsync="always")
     relay = Relay(server.port, server.kill, to_server=LARGE * 3 // 4)
     tier = RemoteTier(relay.url, timeout_s=PLENTY_S)
     assert reason_of(tier.put, large(1)) is UnavailableReason.UNREACHABLE
