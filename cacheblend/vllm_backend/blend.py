@@ -267,9 +267,8 @@ class BlendBatch:
                 alone = []
                 done += len(rows)
                 yield len(rows) * (last - first) / layers
-            for layer in range(first, last) if alone else ():
-                place(layer)
-                self._move_alone(layer, alone)
+            if alone:
+                self._move_alone(range(first, last), alone, place)
             hidden = Hidden.join(kept) if kept and last < layers else None
 
     def _drift(
@@ -286,9 +285,13 @@ class BlendBatch:
         drift = PassDrift(parts, alone, self.rotary, self.forward.device)
         return None if drift.moves_nothing else drift
 
-    def _move_alone(self, layer: int, alone: Sequence[DriftingPrompt]) -> None:
+    def _move_alone(self, layers: range, alone: Sequence[DriftingPrompt], place: Callable[[int], None]) -> None:
+        """Move what no pass has a row of."""
+        drift = PassDrift([], alone, self.rotary, self.forward.device)
         nothing = torch.empty(0, self.forward.kv_heads, self.forward.head_dim, device=self.forward.device)
-        PassDrift([], alone, self.rotary, self.forward.device).apply(layer, self.forward.pages[layer], nothing, nothing)
+        for layer in () if drift.moves_nothing else layers:
+            place(layer)
+            drift.apply(layer, self.forward.pages[layer], nothing, nothing)
 
     def _choose(self, prompt: _Prompt) -> None:
         fresh = prompt.fresh()

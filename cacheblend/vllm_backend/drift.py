@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from cacheblend.drift import chunk_drifts
-from cacheblend.plan import BlendPlan, Span
+from cacheblend.drift import ChunkDrift, chunk_drifts
+from cacheblend.plan import BlendPlan
 from cacheblend.relocation import rotate_keys, unrotate_keys
+from cacheblend.selectors.base import members
 from cacheblend.vllm_backend.pages import LayerPages
 from cacheblend.vllm_backend.rotary import RotaryTables
 from cacheblend.vllm_backend.rows import PromptPages, PromptRows
@@ -42,25 +44,46 @@ class DriftingPrompt:
         starts = torch.tensor([span.start for span in self.plan.spans])
         return sorted(set(torch.searchsorted(positions, starts).tolist()))
 
+    @cached_property
+    def chunks(self) -> list[_Chunk]:
+        """Those that have rows to move; the same for every pass."""
+        drifts = chunk_drifts(self.plan, self.chosen)
+        return [self._chunk(drift) for drift in drifts if int(drift.left[-1]) >= self.start]
+
+    def _chunk(self, drift: ChunkDrift) -> _Chunk:
+        told, movable = self.chosen[drift.told], drift.left >= self.start
+        is_old = told < self.start
+        old, new, left = told[is_old], told[~is_old], drift.left[movable]
+        before = None
+        if len(old):
+            before = _Before(old, self.pages.slots(old), self.stored[drift.span.start], old - drift.span.start)
+        weights = drift.weights[movable]
+        weights = torch.cat([weights[:, ~is_old], weights[:, is_old]], dim=1)
+        return _Chunk(new, self.pages.slots(new), before, left, self.pages.slots(left), weights)
+
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
     """One chunk's rows.
 
     Attributes:
-        told, told_slots, told_positions: [m] int64, rows of the pass: index in it, slot, position.
-        before: rows that were recomputed before, and the chunk that tells what they were; None if there are none.
+        told, told_slots: [m] int64, positions and slots of the rows that are recomputed now.
+        before: rows that were recomputed before; None if there are none.
         left, left_slots: [n] int64, positions and slots of the rows that move.
         weights: [n, m + rows before] float32.
     """
 
     told: torch.Tensor
     told_slots: torch.Tensor
-    told_positions: torch.Tensor
     before: _Before | None
     left: torch.Tensor
     left_slots: torch.Tensor
     weights: torch.Tensor
+
+    def rows_among(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """[m] int64, where `told` are among a pass's `positions` ([rows] int64 ascending); None if not all are."""
+        where = members(positions, self.told).nonzero().flatten()
+        return where if len(where) == len(self.told) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +115,8 @@ class _Before:
 class PassDrift:
     """Moves rows of the pages as the rows of a pass drift.
 
+    A chunk whose recomputed rows are in several passes is not moved: no pass knows how it drifts.
+
     Args:
         parts: the prompts of the pass that ask for it, with their rows in it and the index of the first of these.
         alone: prompts whose chunks without a row in any pass move as well, by what was recomputed before.
@@ -108,10 +133,15 @@ class PassDrift:
     ) -> None:
         self._rotary = rotary
         self._device = device
-        chunks = [chunk for prompt, rows, first in parts for chunk in _chunks(prompt, rows.positions, first)]
-        chunks += [chunk for prompt in alone for chunk in _chunks(prompt, torch.empty(0, dtype=torch.int64), 0)]
-        firsts = range(0, len(chunks), CHUNKS_TOGETHER)
-        self._groups = [_Group(chunks[first : first + CHUNKS_TOGETHER], device) for first in firsts]
+        moving: list[tuple[_Chunk, torch.Tensor]] = []
+        for prompt, rows, first in parts:
+            for chunk in prompt.chunks:
+                where = chunk.rows_among(rows.positions) if len(chunk.told) else None
+                if where is not None:
+                    moving.append((chunk, where + first))
+        moving += [(chunk, chunk.told) for prompt in alone for chunk in prompt.chunks if not len(chunk.told)]
+        firsts = range(0, len(moving), CHUNKS_TOGETHER)
+        self._groups = [_Group(moving[first : first + CHUNKS_TOGETHER], device) for first in firsts]
 
     @property
     def moves_nothing(self) -> bool:
@@ -147,44 +177,6 @@ class PassDrift:
         pages.write(group.left_slots, moved_keys.to(left_keys.dtype), moved_values.to(left_values.dtype))
 
 
-def _chunks(prompt: DriftingPrompt, positions: torch.Tensor, first: int) -> list[_Chunk]:
-    """The chunks that move with rows of a pass at `positions`; without such rows, those that no pass has rows of.
-
-    A chunk is left out whose recomputed rows are in several passes: no pass knows how it drifts.
-    """
-    found = []
-    for drift in chunk_drifts(prompt.plan, prompt.chosen):
-        told = prompt.chosen[drift.told]
-        old, new = told[told < prompt.start], told[told >= prompt.start]
-        where = torch.searchsorted(positions, new)
-        is_here = (
-            bool(len(new)) and bool(len(positions)) and torch.equal(positions[where.clamp(max=len(positions) - 1)], new)
-        )
-        movable = drift.left >= prompt.start
-        if is_here != bool(len(positions)) or (not is_here and len(new)) or not movable.any():
-            continue
-        left = drift.left[movable]
-        # Rows before the start were told last: those of the pass come first.
-        order = torch.cat([(told >= prompt.start).nonzero().flatten(), (told < prompt.start).nonzero().flatten()])
-        before = _before(prompt, drift.span, old) if len(old) else None
-        found.append(
-            _Chunk(
-                where + first,
-                prompt.pages.slots(new),
-                new,
-                before,
-                left,
-                prompt.pages.slots(left),
-                drift.weights[movable][:, order],
-            )
-        )
-    return found
-
-
-def _before(prompt: DriftingPrompt, span: Span, positions: torch.Tensor) -> _Before:
-    return _Before(positions, prompt.pages.slots(positions), prompt.stored[span.start], positions - span.start)
-
-
 class _Group:
     """Chunks whose drifts are one padded batch of matrices.
 
@@ -195,7 +187,8 @@ class _Group:
         left_slots, left_positions: [n] int64, rows that move.
     """
 
-    def __init__(self, chunks: Sequence[_Chunk], device: torch.device) -> None:
+    def __init__(self, moving: Sequence[tuple[_Chunk, torch.Tensor]], device: torch.device) -> None:
+        chunks = [chunk for chunk, _ in moving]
         self.before = [chunk.before for chunk in chunks if chunk.before is not None]
         left = max(len(chunk.left) for chunk in chunks)
         told = max(chunk.weights.shape[1] for chunk in chunks)
@@ -215,9 +208,9 @@ class _Group:
         def on_device(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             return torch.cat(list(tensors)).to(device)
 
-        self.told = on_device([chunk.told for chunk in chunks])
+        self.told = on_device([where for _, where in moving])
         self.told_slots = on_device([chunk.told_slots for chunk in chunks])
-        in_pass = [chunk.told_positions for chunk in chunks]
+        in_pass = [chunk.told for chunk in chunks]
         self.told_positions = on_device([*in_pass, *(before.positions for before in self.before)])
         self.left_slots = on_device([chunk.left_slots for chunk in chunks])
         self.left_positions = on_device([chunk.left for chunk in chunks])
