@@ -51,6 +51,12 @@ def test_what_is_no_arm_is_refused_in_one_sentence_that_names_it(text: str) -> N
     assert message.endswith(".")
 
 
+def test_drift_is_a_parameter_of_an_arm_beside_others() -> None:
+    _, plain, moved = parse_arms("query:0.15,query:0.15:drift")
+    assert (plain.carry_drift, moved.carry_drift) == (False, True)
+    assert moved.selector == plain.selector
+
+
 def test_every_blended_arm_has_a_row_for_each_tier_and_full_prefill_has_one() -> None:
     rows = report_rows(parse_arms("full,full-again,reuse"), parse_tiers("warm,cold"))
     assert [(row.arm.name, row.tier) for row in rows] == [

@@ -101,3 +101,8 @@ def test_a_fidelity_that_cannot_be_is_refused_in_one_sentence(rag, options, erro
 def test_settings_are_refused_the_same_way(settings, words):
     with pytest.raises(PipelineError, match=words):
         make_config(**settings)
+
+
+def test_a_call_says_whether_drift_is_carried_and_the_account_does(rag):
+    assert rag.run(QUESTION).meta.selector == "chunk_head(16)+query(ratio=0.05)"
+    assert rag.run(QUESTION, carry_drift=True).meta.selector == "chunk_head(16)+query(ratio=0.05)+drift"

@@ -139,6 +139,14 @@ def test_a_chunk_behind_another_primer_is_prefix_changed(planner_of, tmp_path):
     assert one_chunk(planner_of()).reason == "prefix_changed"
 
 
+@pytest.mark.parametrize("settings", [{}, {"carry_drift": True}])
+def test_a_request_says_whether_drift_is_carried_or_the_server_does(planner_of, settings):
+    parts = [(HEAD, False), (ids_of(1), True), (QUESTION, False)]
+    planner = planner_of(**settings)
+    said = [laid_out(planner, *parts, carry_drift=wish).carry_drift for wish in (None, True, False)]
+    assert said == [bool(settings), True, False]
+
+
 def test_a_chunk_behind_another_head_is_prefix_changed(planner_of, tmp_path):
     put(tmp_path, identity_of(1, prefix=(2, 3)))
     assert one_chunk(planner_of()).reason == "prefix_changed"
