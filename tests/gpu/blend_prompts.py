@@ -17,6 +17,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "chunk_head 16": {"selector": "chunk_head", "head_tokens": 16},
     "deviation 15 %": {"selector": "deviation", "ratio": 0.15},
     "query 15 %": {"selector": "query", "ratio": 0.15},
+    "query 15 %, drift": {"selector": "query", "ratio": 0.15, "carry_drift": True},
     "chunk_head+query 15 %": {"selector": "chunk_head+query", "ratio": 0.15},
 }
 """Options of the requests by arm."""

@@ -21,7 +21,13 @@ from typing import Any
 import torch
 import vllm
 
-FILES = ("test_engine_gates.py", "test_engine_cases.py", "test_engine_failures.py", "test_engine_fairness.py")
+FILES = (
+    "test_engine_gates.py",
+    "test_engine_cases.py",
+    "test_engine_drift.py",
+    "test_engine_failures.py",
+    "test_engine_fairness.py",
+)
 ENGINES = (
     "llama",
     "llama-tiny-pool",
