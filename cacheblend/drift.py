@@ -15,12 +15,12 @@ calibration data.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from cacheblend.plan import BlendPlan, Span
 from cacheblend.relocation import RotaryTables, rotate_keys, unrotate_keys
-from cacheblend.selectors.base import members
 
 REACH = 8.0
 """Rows within which drift is alike."""
@@ -34,15 +34,20 @@ class ChunkDrift:
 
     Attributes:
         span: where it is in the prompt.
-        told: [m] int64, indices of its recomputed rows among the rows of the pass.
+        rows: its recomputed rows, a slice of the positions it was made from.
+        told: [m] int64, positions of these.
         left: [n] int64, positions of its other rows.
-        weights: [n, m] float32: the share of each recomputed row's drift that each other row moves by.
     """
 
     span: Span
+    rows: slice
     told: torch.Tensor
     left: torch.Tensor
-    weights: torch.Tensor
+
+    @cached_property
+    def weights(self) -> torch.Tensor:
+        """[n, m] float32: the share of each recomputed row's drift that each other row moves by."""
+        return drift_weights(self.left, self.told)
 
     def shift(self, drift: torch.Tensor) -> torch.Tensor:
         """How far the rows left alone move.
@@ -63,14 +68,14 @@ def chunk_drifts(plan: BlendPlan, positions: torch.Tensor) -> list[ChunkDrift]:
         plan: the prompt; rows outside its reused spans tell nothing and are not moved.
         positions: [rows] int64 ascending, the rows of the pass.
     """
+    borders = torch.tensor([(span.start, span.end) for span in plan.reused], device=positions.device)
+    recomputed = torch.zeros(plan.length, dtype=torch.bool, device=positions.device)
+    recomputed[positions] = True
     found = []
-    for span in plan.reused:
-        told = ((positions >= span.start) & (positions < span.end)).nonzero().flatten()
-        if not 0 < len(told) < span.length:
-            continue
-        own = torch.arange(span.start, span.end, device=positions.device)
-        left = own[~members(own, positions[told])]
-        found.append(ChunkDrift(span, told, left, drift_weights(left, positions[told])))
+    for span, (first, last) in zip(plan.reused, torch.searchsorted(positions, borders).tolist(), strict=True):
+        if 0 < last - first < span.length:
+            left = (~recomputed[span.start : span.end]).nonzero().flatten() + span.start
+            found.append(ChunkDrift(span, slice(first, last), positions[first:last], left))
     return found
 
 
@@ -80,24 +85,17 @@ def drift_weights(left: torch.Tensor, told: torch.Tensor) -> torch.Tensor:
     return near / (near.sum(1, keepdim=True) + PRIOR)
 
 
-def key_shift(
-    drift: ChunkDrift,
-    difference: torch.Tensor,
-    positions: torch.Tensor,
-    tables: RotaryTables,
-    scaling: float,
-) -> torch.Tensor:
+def key_shift(drift: ChunkDrift, difference: torch.Tensor, tables: RotaryTables, scaling: float) -> torch.Tensor:
     """How far the rotated keys of a chunk's rows that are left alone move.
 
     Args:
         drift: of the chunk.
         difference: [m, kv_heads, head_dim] float32, new less stored keys of its recomputed rows, both rotated.
-        positions: [m] int64 of these.
         tables: the model's rotary tables.
         scaling: the factor they carry.
 
     Returns:
         [n, kv_heads, head_dim] float32.
     """
-    plain = unrotate_keys(difference, tables, positions, scaling)
+    plain = unrotate_keys(difference, tables, drift.told, scaling)
     return rotate_keys(drift.shift(plain), *tables(drift.left))

@@ -176,10 +176,9 @@ class RowsForward:
         """Write the rows' new KV, [kv_heads, rows, head_dim] each, and move those that go with them."""
         stored_keys, stored_values = part.sequence.keys(layer), part.sequence.values(layer)
         for drift in drifts.get(part.sequence.id, ()) if drifts is not None else ():
-            where = part.positions[drift.told]
-            of_keys = _rows_first(keys[:, drift.told]).float() - _rows_first(stored_keys[:, where]).float()
-            of_values = _rows_first(values[:, drift.told]).float() - _rows_first(stored_values[:, where]).float()
-            moved = key_shift(drift, of_keys, where, self.rotary_tables, self.rope_scaling)
+            of_keys = _rows_first(keys[:, drift.rows]).float() - _rows_first(stored_keys[:, drift.told]).float()
+            of_values = _rows_first(values[:, drift.rows]).float() - _rows_first(stored_values[:, drift.told]).float()
+            moved = key_shift(drift, of_keys, self.rotary_tables, self.rope_scaling)
             _add(stored_keys, drift.left, moved)
             _add(stored_values, drift.left, drift.shift(of_values))
         stored_keys[:, part.positions], stored_values[:, part.positions] = keys, values
