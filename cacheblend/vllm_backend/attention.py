@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from cacheblend.kernels.host_tables import on_device
 from cacheblend.kernels.rows_attention import RowsAttentionPass
 from cacheblend.vllm_backend.pages import LayerPages
 from cacheblend.vllm_backend.rows import RowBatch
@@ -108,7 +109,7 @@ class RowsAttention:
     metadata = None
 
     def __init__(self, rows: RowBatch) -> None:
-        tables = rows.block_tables_cpu.to(rows.device, non_blocking=True)
+        tables = on_device(rows.block_tables_cpu, rows.device)
         on_host = (rows.prompt_index_cpu, rows.positions_cpu)
         self._pass = RowsAttentionPass(tables, rows.prompt_index, rows.positions, *on_host)
 

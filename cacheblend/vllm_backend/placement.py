@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from cacheblend.kernels.host_tables import empty_table, on_device
 from cacheblend.kernels.place_rows import LayersPages, StoredRows, place_rows
 from cacheblend.plan import Span
 from cacheblend.relocation import rotate_keys
@@ -23,11 +24,10 @@ from kvstore.chunk import ChunkKV
 LAYERS_TOGETHER = 4
 """Layers that are copied to the GPU with one call a chunk, at most; twice as many have room there."""
 
-COPIED_AT_ONCE, COPIED_BEFORE_ROWS = 1, 2
+COPIED_AT_ONCE, COPIED_BEFORE_ROWS = 3, 4
 """Groups whose copies start before the table of rows is made, and before the first pass's own rows are.
 
-They keep the link busy meanwhile. More would have those small tables wait behind them, and the first layer with them:
-with one group more of each, stage `load` took 2.5 ms on an H200, of which the host was busy for less than half.
+They keep the link busy meanwhile; asking for all of them at once would keep the host from making the table.
 """
 
 
@@ -191,8 +191,8 @@ class StagedPlacement:
         """One table on the host, one copy to the device."""
         starts = iter(self._offsets)
         base, size = self._buffer.data_ptr(), self._buffer.element_size()
-        pinned = torch.empty(8, sum(span.length for span in spans), dtype=torch.int64, pin_memory=True)
-        table = pinned.numpy()
+        rows = empty_table(8, sum(span.length for span in spans), device=self._device)
+        table = rows.numpy()
         filled = 0
         for span in spans:
             kv = span.chunk.kv
@@ -209,7 +209,7 @@ class StagedPlacement:
             part[6] = within + span.span.start
             part[7] = span.prompt.all_slots[span.start : span.span.end].numpy()
             filled += span.length
-        return StoredRows(*pinned.to(self._device, non_blocking=True))
+        return StoredRows(*on_device(rows, self._device))
 
 
 @dataclass(frozen=True, slots=True)

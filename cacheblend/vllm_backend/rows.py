@@ -9,6 +9,8 @@ from functools import cached_property
 
 import torch
 
+from cacheblend.kernels.host_tables import empty_table, on_device
+
 NO_SLOT = -1
 """vLLM's own mark for a row whose KV is not written."""
 
@@ -111,14 +113,14 @@ class RowBatch:
     def _on_device(self) -> torch.Tensor:
         """[4, rows] int64, one copy to the device for all that a row is."""
         # Filled where the copy starts from: no tensor is made of each part's first.
-        table = torch.empty(4, len(self), dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        table = empty_table(4, len(self), device=self.device)
         for index, (part, where) in enumerate(self):
             rows = table[:, where]
             rows[0] = part.positions
             rows[1] = part.prompt.token_ids[part.positions]
             rows[2] = part.slots()
             rows[3] = index
-        return table.to(self.device, non_blocking=True)
+        return on_device(table, self.device)
 
     @property
     def positions(self) -> torch.Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from cacheblend.kernels.host_tables import on_device
 from cacheblend.kernels.pages import PagedLayer
 from cacheblend.kernels.rows_attention import RowsAttentionPass
 from cacheblend.kernels.scoring_attention import ScoringPass, ScoringPlan
@@ -37,7 +38,7 @@ class QuestionTally:
         self.end = end
         self.mass = torch.zeros(kv_heads, start, dtype=torch.float32, device=device)
         self._own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._table = prompt.block_ids.to(torch.int32).to(device, non_blocking=True)
+        self._table = on_device(prompt.block_ids.to(torch.int32), device)
         self._slots: torch.Tensor | None = None
 
     def own(
