@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from cacheblend.plan import BlendPlan, Span
@@ -68,14 +69,18 @@ def chunk_drifts(plan: BlendPlan, positions: torch.Tensor) -> list[ChunkDrift]:
         plan: the prompt; rows outside its reused spans tell nothing and are not moved.
         positions: [rows] int64 ascending, the rows of the pass.
     """
-    borders = torch.tensor([(span.start, span.end) for span in plan.reused], device=positions.device)
-    recomputed = torch.zeros(plan.length, dtype=torch.bool, device=positions.device)
-    recomputed[positions] = True
+    # In numpy, whose small operations cost a tenth of torch's: on a GPU it is what the device waits for.
+    rows = positions.cpu().numpy()
+    recomputed = np.zeros(plan.length, dtype=bool)
+    recomputed[rows] = True
+    borders = np.searchsorted(rows, [(span.start, span.end) for span in plan.reused])
     found = []
-    for span, (first, last) in zip(plan.reused, torch.searchsorted(positions, borders).tolist(), strict=True):
+    for span, (first, last) in zip(plan.reused, borders.tolist(), strict=True):
         if 0 < last - first < span.length:
-            left = (~recomputed[span.start : span.end]).nonzero().flatten() + span.start
-            found.append(ChunkDrift(span, slice(first, last), positions[first:last], left))
+            left = np.flatnonzero(~recomputed[span.start : span.end]) + span.start
+            found.append(
+                ChunkDrift(span, slice(first, last), positions[first:last], torch.from_numpy(left).to(positions.device))
+            )
     return found
 
 

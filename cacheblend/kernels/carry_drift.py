@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from cacheblend.drift import drift_weights
+from cacheblend.kernels.host_tables import empty_table, on_device
 from cacheblend.kernels.layer_launch import Form, form_of
 from cacheblend.kernels.pages import PagedLayer
 from cacheblend.kernels.place_rows import Rotations
@@ -58,19 +59,19 @@ class DriftingRows:
     tiles: torch.Tensor
 
     @classmethod
-    def on(cls, device: torch.device, chunks: Sequence[ChunkRange], *rows: torch.Tensor) -> DriftingRows:
+    def on(cls, device: torch.device, chunks: Sequence[ChunkRange], *rows: Sequence[np.ndarray]) -> DriftingRows:
         """One copy to the device.
 
         Args:
             device: of the model.
             chunks: in order, none without a row that tells or one that moves.
-            rows: the attributes `of_pass` to `left_positions`, on the CPU.
+            rows: the attributes `of_pass` to `left_positions`, each in pieces.
         """
-        parts = [*rows, torch.from_numpy(_tiles(chunks)).flatten()]
-        sizes = [len(part) for part in parts]
-        table = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
-        torch.cat(parts, out=table)
-        placed = table.to(device, non_blocking=True).split(sizes)
+        columns = [*rows, [_tiles(chunks).reshape(-1)]]
+        sizes = [sum(map(len, pieces)) for pieces in columns]
+        table = empty_table(sum(sizes), device=device)
+        np.concatenate([piece for pieces in columns for piece in pieces], out=table.numpy())
+        placed = on_device(table, device).split(sizes)
         of_pass, slots, at, told_positions, left_slots, left_positions, tiles = placed
         return cls(tuple(chunks), of_pass, slots, at, told_positions, left_slots, left_positions, tiles.view(-1, 4))
 

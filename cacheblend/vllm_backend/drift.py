@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from cacheblend.drift import ChunkDrift, chunk_drifts
@@ -38,8 +39,8 @@ class DriftingPrompt:
 
     def borders(self, positions: torch.Tensor) -> list[int]:
         """Where rows of the prompt ([n] int64 ascending positions) may be cut into passes: never within a chunk."""
-        starts = torch.tensor([span.start for span in self.plan.spans])
-        return sorted(set(torch.searchsorted(positions, starts).tolist()))
+        starts = [span.start for span in self.plan.spans]
+        return sorted(set(np.searchsorted(positions.numpy(), starts).tolist()))
 
     @cached_property
     def chunks(self) -> list[_Chunk]:
@@ -48,14 +49,15 @@ class DriftingPrompt:
         return [self._chunk(drift) for drift in drifts if int(drift.left[-1]) >= self.start]
 
     def _chunk(self, drift: ChunkDrift) -> _Chunk:
-        start, span = self.start, drift.span
-        told, left, before = drift.told, drift.left, None
+        start, span, slots = self.start, drift.span, self.pages.all_slots.numpy()
+        told, left, before = drift.told.numpy(), drift.left.numpy(), None
         if start > span.start:
-            cut = int(torch.searchsorted(told, start))
-            old, told, left = told[:cut], told[cut:], left[left >= start]
+            cut = int(np.searchsorted(told, start))
             if cut:
+                old = drift.told[:cut]
                 before = _Before(old, self.pages.slots(old), self.stored[span.start], old - span.start)
-        return _Chunk(told, self.pages.slots(told), before, left, self.pages.slots(left))
+            told, left = told[cut:], left[left >= start]
+        return _Chunk(told, slots[told], before, left, slots[left])
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,17 +70,17 @@ class _Chunk:
         left, left_slots: [n] int64, positions and slots of the rows that move.
     """
 
-    told: torch.Tensor
-    told_slots: torch.Tensor
+    told: np.ndarray
+    told_slots: np.ndarray
     before: _Before | None
-    left: torch.Tensor
-    left_slots: torch.Tensor
+    left: np.ndarray
+    left_slots: np.ndarray
 
-    def rows_among(self, positions: torch.Tensor) -> torch.Tensor | None:
+    def rows_among(self, positions: np.ndarray) -> np.ndarray | None:
         """[m] int64, where `told` are among a pass's `positions` ([rows] int64 ascending); None if not all are."""
         if not len(self.told) or self.told[0] < positions[0] or self.told[-1] > positions[-1]:
             return None
-        return torch.searchsorted(positions, self.told)
+        return np.searchsorted(positions, self.told)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,10 +129,11 @@ class PassDrift:
     ) -> None:
         self._rotary = rotary
         self._device = device
-        moving: list[tuple[_Chunk, torch.Tensor]] = []
+        moving: list[tuple[_Chunk, np.ndarray]] = []
         for prompt, rows, first in parts:
+            positions = rows.positions.numpy()
             for chunk in prompt.chunks:
-                where = chunk.rows_among(rows.positions)
+                where = chunk.rows_among(positions)
                 if where is not None:
                     moving.append((chunk, where + first))
         moving += [(chunk, chunk.told) for prompt in alone for chunk in prompt.chunks if not len(chunk.told)]
@@ -174,15 +177,15 @@ class PassDrift:
         return torch.cat([of_keys for of_keys, _ in drifts]), torch.cat([of_values for _, of_values in drifts])
 
 
-def _lay_out(moving: Sequence[tuple[_Chunk, torch.Tensor]], device: torch.device) -> DriftingRows:
+def _lay_out(moving: Sequence[tuple[_Chunk, np.ndarray]], device: torch.device) -> DriftingRows:
     """One table of all chunks; a chunk's rows of the pass come before those that were recomputed before."""
     chunks: list[ChunkRange] = []
-    places: list[torch.Tensor] = []
-    positions: list[torch.Tensor] = []
+    places: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
     left = told = 0
     for chunk, _ in moving:
-        before = () if chunk.before is None else (chunk.before.positions,)
-        places.append(torch.arange(told, told + len(chunk.told)))
+        before = [] if chunk.before is None else [chunk.before.positions.numpy()]
+        places.append(np.arange(told, told + len(chunk.told)))
         positions += [chunk.told, *before]
         left_end, told_end = left + len(chunk.left), told + len(chunk.told) + sum(map(len, before))
         chunks.append(ChunkRange(left, left_end, told, told_end))
@@ -190,10 +193,10 @@ def _lay_out(moving: Sequence[tuple[_Chunk, torch.Tensor]], device: torch.device
     return DriftingRows.on(
         device,
         chunks,
-        torch.cat([where for _, where in moving]),
-        torch.cat([chunk.told_slots for chunk, _ in moving]),
-        torch.cat(places),
-        torch.cat(positions),
-        torch.cat([chunk.left_slots for chunk, _ in moving]),
-        torch.cat([chunk.left for chunk, _ in moving]),
+        [where for _, where in moving],
+        [chunk.told_slots for chunk, _ in moving],
+        places,
+        positions,
+        [chunk.left_slots for chunk, _ in moving],
+        [chunk.left for chunk, _ in moving],
     )

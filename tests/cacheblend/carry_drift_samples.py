@@ -76,12 +76,8 @@ def drift_case(
     rows = DriftingRows.on(
         torch.device(device),
         ranges,
-        torch.arange(len(index)) * 2 + 1,
-        slots[index],
-        torch.cat(places),
-        torch.cat(told),
-        slots[torch.cat(left)],
-        torch.cat(left),
+        *([column.numpy()] for column in (torch.arange(len(index)) * 2 + 1, slots[index], torch.cat(places))),
+        *([column.numpy()] for column in (torch.cat(told), slots[torch.cat(left)], torch.cat(left))),
     )
     projected = torch.randn(count, 5 * width, generator=g).to(device, dtype)
     keys, values = (projected[:, at * width : (at + 1) * width].view(count, kv_heads, head_dim) for at in (3, 4))
