@@ -21,7 +21,7 @@ from vllm.utils.torch_utils import weak_ref_tensor
 
 from cacheblend.vllm_backend.hidden import Hidden
 
-SIZES = (16, 32, *range(64, 128, 32), *range(128, 1024, 64), *range(1024, 2049, 256))
+SIZES = (16, 32, *range(64, 128, 32), *range(128, 1024, 64), *range(1024, 2049, 128))
 """Numbers of rows that are captured, up to the setting `graph_rows`; passes between two take the larger one."""
 
 
