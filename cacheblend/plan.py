@@ -86,7 +86,7 @@ class BlendPlan:
     Attributes:
         segments: in order.
         selector: picks the reusable rows to recompute.
-        carry_drift: whether the others are moved by the drift of those (`cacheblend.drift`).
+        carry_drift: whether the others are moved by the drift of those (`cacheblend.drift`), where there can be both.
 
     Raises:
         BlendError: if there is no segment, the last one is not a fresh question, or another one is a question.
@@ -125,7 +125,15 @@ class BlendPlan:
         """What says which rows are recomputed, and what becomes of the others; None without a selector."""
         if self.selector is None:
             return None
-        return f"{self.selector.spec}{'+drift' if self.carry_drift else ''}"
+        return f"{self.selector.spec}{'+drift' if self.moves_rows else ''}"
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether rows that are left alone may be moved by the drift of those that are recomputed."""
+        selector = self.selector
+        if selector is None or selector.recomputes_nothing or selector.recomputes_everything:
+            return False
+        return self.carry_drift
 
     @property
     def length(self) -> int:
@@ -141,6 +149,23 @@ class BlendPlan:
     def reused(self) -> tuple[Span, ...]:
         """The spans that start from stored KV, in order."""
         return tuple(span for span in self.spans if span.segment.reused)
+
+    @cached_property
+    def choosable(self) -> tuple[Span, ...]:
+        """The reused spans whose rows the selector may choose.
+
+        A chunk that stands where it was encoded, behind the very tokens that it was encoded behind, has full prefill's
+        own KV already: its rows are recomputed only if all are, or where they are named one by one.
+        """
+        if self.selector is None or not self.selector.spares_exact_rows:
+            return self.reused
+        return tuple(span for span in self.reused if not self._is_exact(span))
+
+    def _is_exact(self, span: Span) -> bool:
+        identity = span.segment.identity
+        if identity is None or identity.base_position != span.start:
+            return False
+        return identity.prefix_ids == self.token_ids[: span.start]
 
     @property
     def reused_tokens(self) -> int:

@@ -25,7 +25,7 @@ from cacheblend.reference.rows import RowBatch, SequenceRows
 from cacheblend.reference.sequence import RunningSequence
 from cacheblend.reference.stopwatch import Stopwatch
 from cacheblend.reports import note_blend
-from cacheblend.selectors.base import Candidates, Evidence
+from cacheblend.selectors.base import Evidence
 from cacheblend.selectors.selection import RowSelection
 from kvstore.chunk import ChunkKV
 from kvstore.errors import ChunkUnavailable, UnavailableReason
@@ -104,7 +104,7 @@ class BlendedPrefill:
         return (tier or Tier.DISK).value, chunk
 
     def _score(self, blended: list[RunningSequence], placements: _LayerPlacements) -> dict[str, torch.Tensor]:
-        """Attention mass from the question to each reusable row, for the sequences whose selector asks for it."""
+        """Attention mass from the question to each row before it, for the sequences whose selector asks for it."""
         asking = [s for s in blended if s.plan.selector and s.plan.selector.needs(Evidence.ATTENTION)]
         if not asking:
             return {}
@@ -113,7 +113,7 @@ class BlendedPrefill:
         asked = [self._tail(s)[: s.plan.question.length] for s in asking]
         rows = [SequenceRows(s, torch.cat([self._fresh(s), q])) for s, q in zip(asking, asked, strict=True)]
         self._forward.run(RowBatch(rows), placements.ensure, tally)
-        return {s.id: tally[s.id][Candidates.of_plan(s.plan).positions.to(self._forward.device)] for s in asking}
+        return {s.id: tally[s.id] for s in asking}
 
     def _recompute(
         self,
@@ -223,7 +223,7 @@ class _LayerPlacements:
 
 def _drifts(rows: RowBatch) -> Drifts:
     """What the rows left alone go with, of the sequences that ask for it."""
-    carried = [(part.sequence, part.positions) for part, _ in rows if part.sequence.plan.carry_drift]
+    carried = [(part.sequence, part.positions) for part, _ in rows if part.sequence.plan.moves_rows]
     return {sequence.id: chunk_drifts(sequence.plan, positions) for sequence, positions in carried}
 
 

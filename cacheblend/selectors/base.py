@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from cacheblend.errors import BlendError
@@ -42,13 +43,19 @@ class Candidates:
 
     @classmethod
     def of_plan(cls, plan: BlendPlan) -> Candidates:
-        """Every reusable row of `plan`, without scores."""
-        spans = plan.reused
-        empty = torch.empty(0, dtype=torch.int64)
+        """The reusable rows of `plan` that its selector may choose from, without scores."""
+        spans = plan.choosable
+        starts, ends = np.array([(s.start, s.end) for s in spans], dtype=np.int64).reshape(-1, 2).T
+        lengths = ends - starts
+        # Counted through from 0; what precedes a chunk's first row is then taken off, or what lies between added.
+        counted = np.arange(lengths.sum())
+        before = np.repeat(lengths.cumsum() - lengths, lengths)
+        offsets = counted - before
+        positions = offsets + np.repeat(starts, lengths)
         return cls(
-            positions=torch.cat([empty, *(torch.arange(s.start, s.end) for s in spans)]),
-            offsets=torch.cat([empty, *(torch.arange(s.length) for s in spans)]),
-            chunk_lengths=torch.cat([empty, *(torch.full((s.length,), s.length) for s in spans)]),
+            positions=torch.from_numpy(positions),
+            offsets=torch.from_numpy(offsets),
+            chunk_lengths=torch.from_numpy(np.repeat(lengths, lengths)),
             total=plan.reused_tokens,
         )
 
@@ -113,6 +120,16 @@ class Selector(ABC):
         """
         return self.share >= 1.0
 
+    @property
+    def recomputes_nothing(self) -> bool:
+        """Whether no reusable row of any plan is recomputed."""
+        return False
+
+    @property
+    def spares_exact_rows(self) -> bool:
+        """Whether rows whose stored KV is full prefill's own are no candidates."""
+        return not self.recomputes_everything
+
     def needs(self, evidence: Evidence) -> bool:
         """Whether it chooses by `evidence`, which then has to be measured."""
         return self.evidence is evidence and not self.recomputes_everything
@@ -166,10 +183,12 @@ def top_rows(scores: torch.Tensor, count: int) -> torch.Tensor:
     """
     if count == 0:
         return torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
+    # In numpy, whose small operations cost a tenth of torch's: on a GPU it is what the device waits for.
+    ranked = scores.cpu().numpy()
+    if np.isnan(ranked).any():
+        ranked = np.nan_to_num(ranked, nan=np.inf, posinf=np.inf, neginf=-np.inf)
     # Only the lowest score that is marked matters: to sort all costs ten times as much.
-    scores = scores.nan_to_num(torch.inf, torch.inf, -torch.inf)
-    lowest = scores.topk(count).values[-1]
-    chosen = scores > lowest
-    equal = (scores == lowest).nonzero().flatten()
-    chosen[equal[: count - int(chosen.sum())]] = True
-    return chosen
+    lowest = np.partition(ranked, -count)[-count]
+    chosen = ranked > lowest
+    chosen[np.flatnonzero(ranked == lowest)[: count - np.count_nonzero(chosen)]] = True
+    return torch.from_numpy(chosen).to(scores.device)

@@ -53,6 +53,11 @@ class GivenRowsSelector(Selector):
         return len(self.layers[0][1])
 
     @property
+    def spares_exact_rows(self) -> bool:
+        """See `Selector.spares_exact_rows`: what is given is recomputed."""
+        return False
+
+    @property
     def share(self) -> float:
         """See `Selector.share`; the number of rows is fixed instead."""
         return 0.0

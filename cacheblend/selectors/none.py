@@ -28,6 +28,11 @@ class NoneSelector(Selector):
         return 0.0
 
     @property
+    def recomputes_nothing(self) -> bool:
+        """See `Selector.recomputes_nothing`."""
+        return True
+
+    @property
     def spec(self) -> str:
         """See `Selector.spec`."""
         return self.name

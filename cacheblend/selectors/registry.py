@@ -78,7 +78,8 @@ def make_selector(
         check_layers: layers at which `deviation` and its composition drop rows; None is (1,).
 
     Raises:
-        BlendError: for an unknown name, a ratio outside 0 to 1, or a ratio that contradicts `none` or `full`.
+        BlendError: for an unknown name, a ratio outside 0 to 1 or one that contradicts `none` or `full`, or head tokens
+            for a selector without heads.
     """
     maker = _MAKERS.get(name)
     if maker is None:
@@ -87,6 +88,11 @@ def make_selector(
         raise BlendError(f"Selector '{name}' takes no ratio (got {ratio}); leave it out or use another selector.")
     if ratio is not None:
         require_ratio(ratio)
+    if head_tokens is not None and "chunk_head" not in name:
+        raise BlendError(
+            f"Selector '{name}' takes no head_tokens (got {head_tokens}); leave it out or use chunk_head, "
+            "chunk_head+query or chunk_head+deviation."
+        )
     return maker(_Wanted(ratio, head_tokens, check_layers))
 
 

@@ -17,7 +17,8 @@ class RowSelection:
         num_layers: of the model.
         device: where positions live.
         fresh: [n] int64 ascending, the fresh rows still to compute.
-        scores: [reusable rows] float32 in the order of positions, for selectors that need them; else None.
+        attention: [rows before the question] float32, what the question pays to each, for selectors that need it; else
+            None.
         start: chosen rows before it have been computed already, by an earlier blend of the same plan.
     """
 
@@ -27,7 +28,7 @@ class RowSelection:
         num_layers: int,
         device: torch.device,
         fresh: torch.Tensor,
-        scores: torch.Tensor | None = None,
+        attention: torch.Tensor | None = None,
         start: int = 0,
     ) -> None:
         assert plan.selector is not None
@@ -38,9 +39,8 @@ class RowSelection:
         self._fresh = fresh
         self._start = start
         candidates = Candidates.of_plan(plan)
-        self._reusable = len(candidates.positions)
-        if scores is not None:
-            candidates = candidates.scored(scores.cpu())
+        if attention is not None:
+            candidates = candidates.scored(attention.cpu()[candidates.positions])
         self._per_layer: list[int] = []
         # Deviation drops rows at its check layers, and not before.
         all_enter = plan.selector.recomputes_everything or plan.selector.needs(Evidence.DEVIATION)
@@ -96,6 +96,11 @@ class RowSelection:
         self._per_layer.extend([len(self._chosen.positions)] * layers)
 
     @property
+    def chosen(self) -> torch.Tensor:
+        """[n] int64 ascending on the CPU: reusable positions recomputed."""
+        return self._chosen.positions
+
+    @property
     def rows(self) -> tuple[int, ...]:
         """Reusable positions recomputed, ascending."""
         return tuple(self._chosen.positions.tolist())
@@ -109,4 +114,5 @@ class RowSelection:
     def ratio(self) -> float:
         """Recomputed over reusable rows, averaged over the layers counted."""
         layers = len(self._per_layer)
-        return sum(self._per_layer) / (layers * self._reusable) if layers and self._reusable else 0.0
+        reusable = self._chosen.total
+        return sum(self._per_layer) / (layers * reusable) if layers and reusable else 0.0

@@ -22,11 +22,12 @@ from itertools import accumulate, groupby
 
 import torch
 
+from cacheblend.kernels.host_tables import on_device
 from cacheblend.kernels.kv_deviation import kv_deviation, squared_distance
 from cacheblend.plan import BlendPlan
 from cacheblend.protocols import BlendReport
 from cacheblend.reports import note_blend
-from cacheblend.selectors.base import Candidates, Evidence
+from cacheblend.selectors.base import Evidence
 from cacheblend.selectors.query import first_tallied_layer
 from cacheblend.selectors.selection import RowSelection
 from cacheblend.vllm_backend.drift import DriftingPrompt, PassDrift
@@ -89,14 +90,13 @@ class _Prompt:
     @property
     def carries_drift(self) -> bool:
         """Whether rows left alone move with those that are recomputed."""
-        return self.plan.carry_drift and self.selection is not None
+        return self.plan.moves_rows and self.selection is not None
 
     def drifting(self) -> DriftingPrompt:
         """What moves with the rows chosen so far."""
         assert self.selection is not None
         stored = {s.start: chunk for s, chunk in zip(self.plan.reused, self.chunks, strict=True) if chunk is not None}
-        chosen = torch.tensor(self.selection.rows, dtype=torch.int64)
-        return DriftingPrompt(self.plan, self.pages, chosen, self.order.start, stored)
+        return DriftingPrompt(self.plan, self.pages, self.selection.chosen, self.order.start, stored)
 
     def needs_deviation_at(self, layer: int) -> bool:
         """Whether the rows that it drops at `layer` depend on how far their KV deviates there."""
@@ -296,14 +296,13 @@ class BlendBatch:
     def _choose(self, prompt: _Prompt) -> None:
         fresh = prompt.fresh()
         if prompt.plan.reused:
-            scores = None
+            attention = None
             if prompt.tally is not None:
-                positions = Candidates.of_plan(prompt.plan).positions
-                scores = self.ranks.sum(prompt.tally.mass.sum(0)).cpu()[positions]
+                attention = self.ranks.sum(prompt.tally.mass.sum(0)).cpu()
                 # The scoring pass has computed the rows before the first reused one for good.
                 fresh = fresh[fresh > prompt.plan.reused[0].start]
             prompt.selection = RowSelection(
-                prompt.plan, self.forward.num_layers, torch.device("cpu"), fresh, scores, prompt.order.start
+                prompt.plan, self.forward.num_layers, torch.device("cpu"), fresh, attention, prompt.order.start
             )
             prompt.rows = PromptRows(prompt.pages, prompt.selection.positions)
         else:
@@ -322,9 +321,7 @@ class BlendBatch:
             kept.append(keep)
         # As indices: what a mask marks would have to be counted on the device, and waited for.
         going_on = torch.cat(kept).nonzero().flatten()
-        if self.forward.device.type == "cuda":
-            going_on = going_on.pin_memory().to(self.forward.device, non_blocking=True)
-        return hidden.take(going_on)
+        return hidden.take(on_device(going_on, self.forward.device))
 
     def _deviations(self, layer: int, hidden: Hidden, prompts: Sequence[_Prompt]) -> dict[str, torch.Tensor]:
         """Squared difference of new and stored KV, over all heads of all ranks, of the prompts that drop rows by it.

@@ -127,12 +127,14 @@ def recomputed_rows(options: Mapping[str, Any], chunks: int, chunk_tokens: int) 
 
     Args:
         options: of the request: `ratio`, which includes heads, or else `head_tokens` of each chunk, or neither.
-        chunks: in its prompt.
+        chunks: in its prompt; the first one stands where it was encoded, so that none of its rows is chosen.
         chunk_tokens: of each.
     """
+    choosable = max(0, chunks - 1)
     if "ratio" in options:
-        return round(options["ratio"] * chunks * chunk_tokens)
-    return chunks * min(options.get("head_tokens", 0), chunk_tokens)
+        wanted = round(options["ratio"] * chunks * chunk_tokens)
+        return wanted if options["ratio"] >= 1.0 else min(wanted, choosable * chunk_tokens)
+    return choosable * min(options.get("head_tokens", 0), chunk_tokens)
 
 
 def layer_weight_bytes(config: Mapping[str, Any], bytes_a_number: int = 2) -> int:

@@ -45,6 +45,40 @@ def test_candidates_of_a_plan_without_reuse_are_empty():
     assert rows.positions.dtype is torch.int64
 
 
+SYSTEM = (5, 6)
+EXACT, MOVED = identity_of(1, 3, prefix=SYSTEM), identity_of(2, 2, prefix=SYSTEM)
+
+
+@pytest.mark.parametrize("name", [name for name in SELECTOR_NAMES if name != "full"])
+def test_a_chunk_behind_the_very_tokens_it_was_encoded_behind_is_no_candidate(name):
+    rows = Candidates.of_plan(plan_of([EXACT, MOVED, EXACT], make_selector(name), system=SYSTEM))
+    assert rows.positions.tolist() == [5, 6, 7, 8, 9], "the same chunk further on is one"
+    assert rows.offsets.tolist() == [0, 1, 0, 1, 2]
+    assert rows.total == 8, "a ratio is a share of all reusable rows"
+    assert rows.budget(0.5) == 4
+
+
+@pytest.mark.parametrize("head", [(), (5,), (6, 5), (5, 6, 7)])
+def test_a_chunk_behind_other_tokens_is_a_candidate(head):
+    rows = Candidates.of_plan(plan_of([EXACT], make_selector("query"), system=head))
+    assert rows.positions.tolist() == list(range(len(head), len(head) + 3))
+
+
+@pytest.mark.parametrize(
+    "selector", [make_selector("full"), make_selector("query", 1.0), GivenRowsSelector.everywhere((2, 4))]
+)
+def test_every_reusable_row_is_a_candidate_where_all_are_recomputed_or_rows_are_given(selector):
+    rows = Candidates.of_plan(plan_of([EXACT, MOVED], selector, system=SYSTEM))
+    assert rows.positions.tolist() == [2, 3, 4, 5, 6]
+
+
+def test_a_prompt_of_one_exact_chunk_recomputes_nothing():
+    plan = plan_of([EXACT], make_selector("query", 0.5), system=SYSTEM)
+    selection = RowSelection(plan, 4, torch.device("cpu"), torch.arange(2), torch.rand(5))
+    selection.count_layers(4)
+    assert (selection.rows, selection.ratio, selection.positions.tolist()) == ((), 0.0, [0, 1])
+
+
 def test_none_picks_no_row_and_full_picks_every_row():
     rows = candidates_of([3, 2])
     assert chosen(make_selector("none"), rows) == []

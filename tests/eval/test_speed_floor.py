@@ -73,9 +73,11 @@ def test_no_floor_falls_when_more_is_recomputed_or_loaded(selector: str, rows: i
 
 def test_rows_are_counted_from_the_options_of_the_request() -> None:
     assert recomputed_rows({"selector": "query", "ratio": 0.15}, 9, 640) == 864
-    assert recomputed_rows({"selector": "chunk_head", "head_tokens": 16}, 9, 640) == 144
+    assert recomputed_rows({"selector": "chunk_head", "head_tokens": 16}, 9, 640) == 128
     assert recomputed_rows({"selector": "chunk_head+query", "head_tokens": 16, "ratio": 0.15}, 9, 640) == 864
     assert recomputed_rows({"selector": "none"}, 9, 640) == 0
+    assert recomputed_rows({"selector": "query", "ratio": 0.95}, 9, 640) == 8 * 640
+    assert recomputed_rows({"selector": "query", "ratio": 1.0}, 9, 640) == 9 * 640
 
 
 def test_the_layers_of_the_8b_model_weigh_14_gigabytes() -> None:

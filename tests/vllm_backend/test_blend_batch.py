@@ -348,7 +348,9 @@ def test_rows_that_are_given_as_dropped_are_neither_compared_nor_added_up_over_r
 
 
 def test_a_prompt_without_rows_left_has_none_compared_beside_others(store):
-    nothing = BlendOrder("0", plan_of([FIRST], DeviationSelector(0.0, (1, 2)), QUESTION), (0, 1, 2), 0, 10)
+    moved = identity_of(1, tokens=10, prefix=HEAD)
+    store.put(ChunkKV(moved, torch.randn(LAYERS, 2, 10, 1, DIM)))
+    nothing = BlendOrder("0", plan_of([moved], DeviationSelector(0.0, (1, 2)), QUESTION), (0, 1, 2), 0, 10)
     blended = blend(store, nothing, order_of(make_selector("deviation", 0.3, check_layers=(2,)), 1))
     assert blended.model.compared == 10 + LENGTH
     assert blended.account("0").rows == ()

@@ -109,7 +109,7 @@ def test_the_question_matters_only_to_selectors_that_ask_it(selector):
 @pytest.mark.parametrize("make", [QuerySelector, DeviationSelector])
 def test_ratios_that_choose_other_rows_never_share_a_namespace(make):
     """0.15 of ten rows are two, a millionth of a percent less is one."""
-    chunk = identity_of(1, tokens=10)
+    chunk = identity_of(1, tokens=10, prefix=(1,))
     plans = [plan_of([chunk], make(ratio)) for ratio in (0.15, 0.14999999)]
     chosen = {
         int(plan.selector.choose(Candidates.of_plan(plan).scored(torch.arange(10.0)), plan.selector.share).sum())
