@@ -20,7 +20,7 @@ EMPTY :=
 RATIOS := 0.05 0.10 0.15 0.20 0.30 0.50
 GPU_ARMS = $(subst $(EMPTY) $(EMPTY),$(COMMA),full full-again prefix-cached reuse $(addprefix chunk_head:,4 16 32 96) \
 	$(foreach selector,deviation query chunk_head+query,$(addprefix $(selector):,$(RATIOS))) \
-	$(addsuffix :drift,deviation:0.15 query:0.05 query:0.15 query:0.30 chunk_head+query:0.15))
+	$(addsuffix :drift,chunk_head:16 deviation:0.15 $(addprefix query:,$(RATIOS)) chunk_head+query:0.15))
 # Over retrieved contexts it is another run, in folders of its own.
 FIDELITY_OUT = $(OUT)/fidelity$(if $(RETRIEVED),-retrieved)
 export TOKENIZERS_PARALLELISM := false
@@ -83,6 +83,7 @@ gpu-bench: $(SETUP) ## Check the kernels and measure speed on a CUDA device (80 
 	$(BIN)/python tests/gpu/check_scoring_attention.py --out "$(OUT)/scoring-attention.json"
 	$(BIN)/python tests/gpu/check_kv_deviation.py > "$(OUT)/kv-deviation.jsonl"
 	$(BIN)/python tests/gpu/check_carry_drift.py > "$(OUT)/carry-drift.jsonl"
+	$(BIN)/python tests/gpu/check_host_tables.py > "$(OUT)/host-tables.jsonl"
 	$(BIN)/python tests/gpu/check_prefetcher.py --commit $(COMMIT) --out "$(OUT)/prefetcher.json"
 	$(BIN)/python tests/gpu/measure_ttft.py --commit $(COMMIT) --out "$(OUT)/ttft.json"
 	$(BIN)/python tests/gpu/measure_ttft.py --commit $(COMMIT) --chunks 18 --skip-gaps --out "$(OUT)/ttft-18-chunks.json"

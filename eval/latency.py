@@ -36,7 +36,7 @@ from kvstore.store import ChunkStore
 from pipelines.models import DEFAULT_MODEL, resolve_model
 from pipelines.tokenizer import require_tokenizer
 
-DEFAULT_ARMS = "full,reuse,chunk_head:16,deviation:0.15,query:0.15,chunk_head+query:0.15"
+DEFAULT_ARMS = "full,reuse,chunk_head:16,deviation:0.15,query:0.15,query:0.15:drift"
 HOST_BUDGET_BYTES = 16 << 30
 
 app = typer.Typer(add_completion=False)

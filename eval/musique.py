@@ -37,7 +37,7 @@ from pipelines.config import PipelineConfig, PrefixMode, make_config
 from pipelines.models import DEFAULT_MODEL
 from pipelines.runners import VLLM
 
-DEFAULT_ARMS = "full,full-again,reuse,chunk_head:16,deviation:0.15,query:0.15,chunk_head+query:0.15"
+DEFAULT_ARMS = "full,full-again,reuse,chunk_head:16,deviation:0.15,query:0.15,query:0.15:drift"
 RESULTS = Path("results")
 """Folder, in the current one, of results that are not sent elsewhere."""
 

@@ -87,9 +87,9 @@ class PipelineConfig(BaseModel):
     top_k: int = Field(default=5, ge=1)
     candidates: int = Field(default=5, ge=0)
     policy: Policy = Policy.BLEND
-    selector: str = "chunk_head+query"
+    selector: str = "query"
     ratio: float | None = None
-    carry_drift: bool = False
+    carry_drift: bool = True
     fidelity: Fidelity | None = None
     head_tokens: int | None = None
     max_tokens: int = Field(default=64, ge=1)

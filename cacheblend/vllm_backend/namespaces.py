@@ -129,7 +129,7 @@ def _digest(plan: BlendPlan, own_salt: str | None) -> str:
     described = {
         "version": CODE_VERSION,
         "salt": own_salt,
-        "carry_drift": plan.carry_drift,
+        "moves_rows": plan.moves_rows,
         "selector": [selector.spec, selector.layers if isinstance(selector, GivenRowsSelector) else None],
         # A key stands for its chunk's ids, and is no list of ids.
         "spans": [

@@ -3,7 +3,7 @@
 A prompt is token ids; its plan names runs of them, never keys:
 
     {"version": 1, "segments": [{"tokens": 64, "reuse": false}, {"tokens": 640, "reuse": true}, ...],
-     "question": 5, "policy": "blend", "selector": "chunk_head+query", "ratio": 0.15}
+     "question": 5, "policy": "blend", "selector": "query", "ratio": 0.15}
 
 A request that collects a chunk names the length of the prefix it is encoded behind: `{"version": 1, "collect": 64}`.
 A request changes byte budgets, where the operator lets it: `{"version": 1, "budgets": {"host": 8589934592}}`.

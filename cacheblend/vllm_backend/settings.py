@@ -32,8 +32,8 @@ class ConnectorSettings(BaseModel):
         max_rows_per_step: rows recomputed in one engine step, times the share of the layers they pass; what is over
             waits for the next step, in order. None is the engine's `max_num_batched_tokens`.
         attention: `runs` computes rows with the engine's own kernel, `rows` with ours; `auto` is ours on a GPU.
-        graph_rows: rows of the largest forward pass that replays CUDA graphs, which cost memory beside vLLM's and a
-            second at start; 0 for none. Not used with `enforce_eager`, several ranks, or without our kernel.
+        graph_rows: rows of the largest forward pass that replays CUDA graphs, which cost memory beside vLLM's and two
+            seconds at start; 0 for none. Not used with `enforce_eager`, several ranks, or without our kernel.
         early_accounts: send each request's account with the statistics as soon as it is known, for a client that ends
             requests itself (at stop strings, by aborts) and would not see the result; `VllmRunner` sets it.
         debug_rows: put the recomputed positions into every result, layer by layer.
@@ -49,12 +49,12 @@ class ConnectorSettings(BaseModel):
     prediction: bool = True
     accept_budgets: bool = False
     policy: Policy = Policy.BLEND
-    selector: str = "chunk_head+query"
+    selector: str = "query"
     ratio: float | None = Field(default=None, ge=0.0, le=1.0)
-    carry_drift: bool = False
+    carry_drift: bool = True
     max_rows_per_step: int | None = Field(default=None, ge=1)
     attention: Literal["auto", "runs", "rows"] = "auto"
-    graph_rows: int = Field(default=1024, ge=0)
+    graph_rows: int = Field(default=2048, ge=0)
     early_accounts: bool = False
     debug_rows: bool = False
 

@@ -93,7 +93,8 @@ class Stand:
             BlendError: the engine refused the prompt.
         """
         self._served += 1
-        plan = self._workload.plan(self._fresh if arm.policy is Policy.FULL else self._reused, arm.selector)
+        segment = self._fresh if arm.policy is Policy.FULL else self._reused
+        plan = self._workload.plan(segment, arm.selector, arm.carry_drift)
         request = EngineRequest(str(self._served), plan, arm.policy, SamplingParams(max_tokens=1))
         self._engine.submit(request)
         finished: tuple[RequestOutcome, ...] = ()

@@ -93,9 +93,9 @@ class AnswerOptions:
     head_tokens: Annotated[
         int | None, Option(help="Rows recomputed at each chunk's head.", show_default="the selector's")
     ] = None
-    carry_drift: Annotated[
-        bool, Option("--carry-drift", help="Move the rows that are not recomputed with those that are.")
-    ] = _DEFAULTS["carry_drift"]
+    carry_drift: Annotated[bool, Option(help="Move the rows that are not recomputed with those that are.")] = _DEFAULTS[
+        "carry_drift"
+    ]
     top_k: Annotated[int, Option(help="Chunks retrieved for a question.")] = _DEFAULTS["top_k"]
     host_budget_bytes: Annotated[
         int,

@@ -11,14 +11,15 @@ import torch
 from vllm import SamplingParams
 
 SYSTEM, CHUNK, QUESTION = 64, 640, 64
+_BARE = {"carry_drift": False}
 ARMS: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "reuse": {"selector": "none"},
-    "chunk_head 16": {"selector": "chunk_head", "head_tokens": 16},
-    "deviation 15 %": {"selector": "deviation", "ratio": 0.15},
-    "query 15 %": {"selector": "query", "ratio": 0.15},
+    "chunk_head 16": {"selector": "chunk_head", "head_tokens": 16, **_BARE},
+    "deviation 15 %": {"selector": "deviation", "ratio": 0.15, **_BARE},
+    "query 15 %": {"selector": "query", "ratio": 0.15, **_BARE},
     "query 15 %, drift": {"selector": "query", "ratio": 0.15, "carry_drift": True},
-    "chunk_head+query 15 %": {"selector": "chunk_head+query", "ratio": 0.15},
+    "chunk_head+query 15 %": {"selector": "chunk_head+query", "ratio": 0.15, **_BARE},
 }
 """Options of the requests by arm."""
 

@@ -3,9 +3,9 @@
     python3 tests/gpu/measure_ratios.py --out FILE.json [--rounds 10] [--selectors query deviation] [--commit HASH]
 
 64 system tokens, chunks of 640 and 64 of a question, chunk KV in pinned host memory, one request at a time; full
-prefill, every selector at every ratio, and chunk heads, interleaved in one run. By selector the result states the
-line of least squares through the medians, the largest distance of a median from it, the largest share of full
-prefill's time, and the ratio at which blending stops paying (null if it pays at every ratio).
+prefill, every selector at every ratio, and chunk heads, interleaved in one run; drift is carried, as by default. By
+selector the result states the line of least squares through the medians, the largest distance of a median from it, the
+largest share of full prefill's time, and the ratio at which blending stops paying (null if it pays at every ratio).
 """
 
 from __future__ import annotations

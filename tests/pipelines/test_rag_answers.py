@@ -157,12 +157,12 @@ def test_auto_blends_where_that_is_cheaper_and_says_so_where_it_is_not(rag):
 @pytest.mark.parametrize(
     ("options", "spec"),
     [
-        ({}, "chunk_head(16)+query(ratio=0.15)"),
-        ({"ratio": 0.5}, "chunk_head(16)+query(ratio=0.5)"),
-        ({"head_tokens": 2}, "chunk_head(2)+query(ratio=0.15)"),
-        ({"selector": "query", "ratio": 0.3}, "query(ratio=0.3)"),
-        ({"selector": "deviation"}, "deviation(ratio=0.15,check=1)"),
-        ({"selector": "chunk_head", "head_tokens": 4}, "chunk_head(4)"),
+        ({}, "query(ratio=0.15)+drift"),
+        ({"ratio": 0.5}, "query(ratio=0.5)+drift"),
+        ({"selector": "query", "carry_drift": False}, "query(ratio=0.15)"),
+        ({"selector": "deviation"}, "deviation(ratio=0.15,check=1)+drift"),
+        ({"selector": "chunk_head", "head_tokens": 4}, "chunk_head(4)+drift"),
+        ({"selector": "chunk_head+query", "head_tokens": 2}, "chunk_head(2)+query(ratio=0.15)+drift"),
         ({"selector": "chunk_head+deviation", "ratio": 0.4, "head_tokens": 1}, None),
         ({"selector": "none"}, "none"),
     ],
@@ -170,15 +170,15 @@ def test_auto_blends_where_that_is_cheaper_and_says_so_where_it_is_not(rag):
 def test_a_call_names_its_selector_and_the_account_repeats_it(rag, options, spec):
     meta = rag.run(QUESTION, **options).meta
     assert meta.mode == "blend"
-    assert meta.selector == (spec or "chunk_head(1)+deviation(ratio=0.4,check=1)")
+    assert meta.selector == (spec or "chunk_head(1)+deviation(ratio=0.4,check=1)+drift")
 
 
 def test_the_settings_selector_holds_where_a_call_names_none(make_rag):
     pipeline = make_rag(DOCUMENTS, selector="query", ratio=0.4)
     pipeline.precompute()
-    assert pipeline.run(QUESTION, documents=DOCUMENTS[:1]).meta.selector == "query(ratio=0.4)"
+    assert pipeline.run(QUESTION, documents=DOCUMENTS[:1]).meta.selector == "query(ratio=0.4)+drift"
     assert pipeline.run(QUESTION, documents=DOCUMENTS[:1], selector="deviation").meta.selector == (
-        "deviation(ratio=0.15,check=1)"
+        "deviation(ratio=0.15,check=1)+drift"
     )
 
 

@@ -40,7 +40,7 @@ def test_every_way_to_ask_takes_a_fidelity_and_the_account_names_its_ratio(rag):
         list(stream)
         answers = [rag.run(QUESTION, **options), *rag.run_batch([QUESTION], **options), stream.answer]
         answers += asyncio.run(asynchronously(**options))
-        assert {answer.meta.selector for answer in answers} == {f"chunk_head(16)+query(ratio={ratio})"}
+        assert {answer.meta.selector for answer in answers} == {f"query(ratio={ratio})+drift"}
 
 
 def test_a_higher_fidelity_recomputes_more_rows(rag):
@@ -104,5 +104,5 @@ def test_settings_are_refused_the_same_way(settings, words):
 
 
 def test_a_call_says_whether_drift_is_carried_and_the_account_does(rag):
-    assert rag.run(QUESTION).meta.selector == "chunk_head(16)+query(ratio=0.05)"
-    assert rag.run(QUESTION, carry_drift=True).meta.selector == "chunk_head(16)+query(ratio=0.05)+drift"
+    assert rag.run(QUESTION).meta.selector == "query(ratio=0.05)+drift"
+    assert rag.run(QUESTION, carry_drift=False).meta.selector == "query(ratio=0.05)"

@@ -15,6 +15,7 @@ import torch
 from cacheblend.plan import BlendPlan, Segment, SegmentRole
 from cacheblend.reference.runner import ReferenceRunner
 from cacheblend.selectors.given import GivenRowsSelector
+from cacheblend.vllm_backend.settings import ConnectorSettings
 from kvstore.key import ChunkIdentity, ShardLayout
 from kvstore.store import ChunkStore
 from kvstore.tiers import Tier
@@ -285,8 +286,8 @@ class EngineBench:
             start += len(ids)
         tail = tuple(token for ids, _ in ask.parts[question:] for token in ids)
         segments.append(Segment(SegmentRole.QUESTION, tail))
-        drift = bool(ask.options.get("carry_drift"))
-        plan = BlendPlan(tuple(segments), GivenRowsSelector(answer.layer_rows), drift)
+        carry_drift = ask.options.get("carry_drift", ConnectorSettings().carry_drift)
+        plan = BlendPlan(tuple(segments), GivenRowsSelector(answer.layer_rows), carry_drift)
         return self.oracle.score(plan, forced)[0]
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from cacheblend.vllm_backend.versions import require_version
 def test_nothing_given_is_the_defaults():
     made = make_settings({})
     assert made == ConnectorSettings()
-    assert (made.store, made.policy, made.selector, made.ratio) == (None, Policy.BLEND, "chunk_head+query", None)
+    assert (made.store, made.policy, made.selector, made.ratio) == (None, Policy.BLEND, "query", None)
     assert (made.max_rows_per_step, made.attention, made.debug_rows) == (None, "auto", False)
 
 
