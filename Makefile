@@ -83,7 +83,6 @@ gpu-bench: $(SETUP) ## Check the kernels and measure speed on a CUDA device (80 
 	$(BIN)/python tests/gpu/check_scoring_attention.py --out "$(OUT)/scoring-attention.json"
 	$(BIN)/python tests/gpu/check_kv_deviation.py > "$(OUT)/kv-deviation.jsonl"
 	$(BIN)/python tests/gpu/check_carry_drift.py > "$(OUT)/carry-drift.jsonl"
-	$(BIN)/python tests/gpu/check_host_tables.py > "$(OUT)/host-tables.jsonl"
 	$(BIN)/python tests/gpu/check_prefetcher.py --commit $(COMMIT) --out "$(OUT)/prefetcher.json"
 	$(BIN)/python tests/gpu/measure_ttft.py --commit $(COMMIT) --out "$(OUT)/ttft.json"
 	$(BIN)/python tests/gpu/measure_ttft.py --commit $(COMMIT) --chunks 18 --skip-gaps --out "$(OUT)/ttft-18-chunks.json"

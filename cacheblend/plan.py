@@ -88,6 +88,9 @@ class BlendPlan:
         selector: picks the reusable rows to recompute.
         carry_drift: whether the others are moved by the drift of those (`cacheblend.drift`), where there can be both.
 
+        stored_by_us: whether the chunks' KV is what this model computed behind what their identities say, and not
+            what a user has put there (`old_kvs`, or under a namespace).
+
     Raises:
         BlendError: if there is no segment, the last one is not a fresh question, or another one is a question.
     """
@@ -95,6 +98,7 @@ class BlendPlan:
     segments: tuple[Segment, ...]
     selector: Selector | None = None
     carry_drift: bool = False
+    stored_by_us: bool = True
 
     def __post_init__(self) -> None:
         if not self.segments or self.segments[-1].role is not SegmentRole.QUESTION:
@@ -157,7 +161,7 @@ class BlendPlan:
         A chunk that stands where it was encoded, behind the very tokens that it was encoded behind, has full prefill's
         own KV already: its rows are recomputed only if all are, or where they are named one by one.
         """
-        if self.selector is None or not self.selector.spares_exact_rows:
+        if self.selector is None or not self.selector.spares_exact_rows or not self.stored_by_us:
             return self.reused
         return tuple(span for span in self.reused if not self._is_exact(span))
 

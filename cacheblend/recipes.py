@@ -133,7 +133,7 @@ def plan_from_old_kvs(
         Segment(SegmentRole.CHUNK, identity.token_ids, identity),
         Segment(SegmentRole.QUESTION, tuple(token_ids[reusable:])),
     )
-    return BlendPlan(segments, _selector(metadata)), chunk
+    return BlendPlan(segments, _selector(metadata), stored_by_us=False), chunk
 
 
 def _rotated(model: RotatedKV, old_kvs: Sequence[LayerKV], rows: int) -> torch.Tensor:

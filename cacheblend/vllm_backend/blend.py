@@ -253,10 +253,10 @@ class BlendBatch:
             kept: list[Hidden] = []
             done = 0
             drifting = {i: prompt.drifting() for i, prompt in enumerate(prompts) if prompt.carries_drift}
-            borders = {i: one.borders(prompts[i].positions) for i, one in drifting.items()}
+            together = {i: one.together(prompts[i].positions) for i, one in drifting.items()}
             # What moves by itself does so with the first pass, or after all where there is none.
             alone = list(drifting.values())
-            for piece in slices(_rows(prompts), self.most_rows, borders):
+            for piece in slices(_rows(prompts), self.most_rows, together):
                 rows = RowBatch([part for _, part in piece], self.forward.device)
                 with times.stage("recompute"):
                     entering = (

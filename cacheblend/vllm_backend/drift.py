@@ -37,10 +37,14 @@ class DriftingPrompt:
     start: int
     stored: Mapping[int, ChunkKV]
 
-    def borders(self, positions: torch.Tensor) -> list[int]:
-        """Where rows of the prompt ([n] int64 ascending positions) may be cut into passes: never within a chunk."""
-        starts = [span.start for span in self.plan.spans]
-        return sorted(set(np.searchsorted(positions.numpy(), starts).tolist()))
+    def together(self, positions: torch.Tensor) -> list[tuple[int, int]]:
+        """Which of the prompt's rows ([n] int64 ascending positions) one pass must have: those that tell of one chunk.
+
+        Returns:
+            From one index to another (exclusive), ascending.
+        """
+        edges = [(chunk.told[0], chunk.told[-1] + 1) for chunk in self.chunks if len(chunk.told)]
+        return [(first, last) for first, last in np.searchsorted(positions.numpy(), edges).reshape(-1, 2).tolist()]
 
     @cached_property
     def chunks(self) -> list[_Chunk]:
@@ -110,8 +114,6 @@ class _Before:
 
 class PassDrift:
     """Moves rows of the pages as the rows of a pass drift.
-
-    A chunk whose recomputed rows are in several passes is not moved: no pass knows how it drifts.
 
     Args:
         parts: the prompts of the pass that ask for it, with their rows in it and the index of the first of these.

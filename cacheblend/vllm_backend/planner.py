@@ -76,7 +76,7 @@ class Planner:
         start, end = bounds[question]
         segments.append(Segment(SegmentRole.QUESTION, tuple(token_ids[start:end])))
         carry_drift = self._settings.carry_drift if params.carry_drift is None else params.carry_drift
-        return BlendPlan(tuple(segments), selector, carry_drift)
+        return BlendPlan(tuple(segments), selector, carry_drift, stored_by_us=params.namespace is None)
 
     def take_missed(self) -> tuple[ChunkIdentity, ...]:
         """Chunks that were not there since the last call, where a remote server could have them."""

@@ -176,15 +176,15 @@ def _tensor_of(numbers: Sequence[int]) -> torch.Tensor:
 
 
 def slices(
-    parts: Sequence[PromptRows], most: int, borders: Mapping[int, Sequence[int]] | None = None
+    parts: Sequence[PromptRows], most: int, together: Mapping[int, Sequence[tuple[int, int]]] | None = None
 ) -> list[list[tuple[int, PromptRows]]]:
     """Cut a batch into pieces of at most `most` rows, in order.
 
     Args:
         parts: the batch.
         most: rows of a piece.
-        borders: by a part's index, where alone it is cut (ascending indices of its rows); rows between two borders
-            that are more than `most` are cut anywhere, from the beginning of a piece.
+        together: by a part's index, rows that are not cut apart: from one index to another (exclusive), ascending. If
+            they alone are more than `most`, they are a piece of their own.
 
     Returns:
         For each piece, (index of the part, its rows) pairs; parts without rows are left out.
@@ -192,19 +192,21 @@ def slices(
     pieces: list[list[tuple[int, PromptRows]]] = []
     room = 0
     for index, part in enumerate(parts):
+        groups = () if together is None else together.get(index, ())
         first, count = 0, len(part.positions)
-        allowed = None if borders is None else borders.get(index)
         while first < count:
-            if room == 0:
+            if room <= 0:
                 pieces.append([])
                 room = most
             last = min(count, first + room)
-            if last < count and allowed is not None:
-                border = max((at for at in allowed if first < at <= last), default=None)
-                if border is None and room < most:
+            start, end = next(((a, b) for a, b in groups if a < last < b), (last, last))
+            if start <= first < end:
+                if room < most:
                     room = 0
                     continue
-                last = border or last
+                last = end
+            else:
+                last = start
             pieces[-1].append((index, part.cut(first, last)))
             room -= last - first
             first = last

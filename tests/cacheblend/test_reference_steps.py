@@ -296,11 +296,11 @@ def test_a_blend_that_recomputes_everything_measures_nothing(folder, monkeypatch
     chunk = ChunkIdentity(runner.fingerprint, (), tuple(OTHER))
     monkeypatch.setattr(blending, "question_tally", measured)
     monkeypatch.setattr(blending.BlendedPrefill, "_narrow", measured)
-    report = runner.score(plan_of([chunk], make_selector(name, 1.0), PROMPT))[1]
+    report = runner.score(plan_of([chunk], make_selector(name, 1.0), PROMPT, OTHER))[1]
     assert (report.mode, report.recomputed_ratio) == ("blend", 1.0)
-    assert report.rows == tuple(range(len(OTHER)))
+    assert report.rows == tuple(range(len(OTHER), 2 * len(OTHER)))
     with pytest.raises(AssertionError, match="something was measured"):
-        runner.score(plan_of([chunk], make_selector(name, 0.99), PROMPT))
+        runner.score(plan_of([chunk], make_selector(name, 0.99), PROMPT, OTHER))
 
 
 @pytest.mark.parametrize("name", ["full", "query", "deviation"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
@@ -70,6 +71,11 @@ def test_a_chunk_behind_other_tokens_is_a_candidate(head):
 def test_every_reusable_row_is_a_candidate_where_all_are_recomputed_or_rows_are_given(selector):
     rows = Candidates.of_plan(plan_of([EXACT, MOVED], selector, system=SYSTEM))
     assert rows.positions.tolist() == [2, 3, 4, 5, 6]
+
+
+def test_what_a_user_has_put_there_is_a_candidate_wherever_it_stands():
+    plan = replace(plan_of([EXACT, MOVED], make_selector("query"), system=SYSTEM), stored_by_us=False)
+    assert Candidates.of_plan(plan).positions.tolist() == [2, 3, 4, 5, 6]
 
 
 def test_a_prompt_of_one_exact_chunk_recomputes_nothing():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,20 +58,23 @@ def test_slices_are_all_rows_in_order_and_every_piece_but_the_last_is_full(parts
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(prompt_rows(least=0), max_size=4), st.integers(1, 12), st.data())
-def test_rows_between_two_borders_stay_in_one_piece_where_they_fit_one(parts, most, data):
+def test_rows_that_belong_together_stay_in_one_piece(parts, most, data):
     counts = [len(part.positions) for part in parts]
-    borders = {i: sorted(data.draw(st.sets(st.integers(0, counts[i]), max_size=4))) for i in range(0, len(parts), 2)}
-    pieces = slices(parts, most, borders)
+    edges = {i: sorted(data.draw(st.sets(st.integers(0, counts[i]), max_size=6))) for i in range(0, len(parts), 2)}
+    together = {i: list(zip(own[::2], own[1::2], strict=False)) for i, own in edges.items()}
+    pieces = slices(parts, most, together)
     assert [(i, p) for piece in pieces for i, part in piece for p in positions_of(part)] == [
         (i, p) for i, part in enumerate(parts) for p in positions_of(part)
     ]
-    assert all(0 < sum(len(part.positions) for _, part in piece) <= most for piece in pieces)
-    for index, own in borders.items():
-        edges = [0, *own, counts[index]]
-        for first, last in pairwise(edges):
-            group = set(positions_of(parts[index])[first:last])
-            holding = [piece for piece in pieces if any(i == index and group & set(positions_of(p)) for i, p in piece)]
-            assert len(group) > most or len(holding) <= 1
+    groups = [
+        {(index, p) for p in positions_of(parts[index])[first:last]}
+        for index, own in together.items()
+        for first, last in own
+    ]
+    of_pieces = [{(i, p) for i, part in piece for p in positions_of(part)} for piece in pieces]
+    assert all(sum(bool(group & rows) for rows in of_pieces) == 1 for group in groups)
+    assert all(rows for rows in of_pieces)
+    assert all(len(rows) <= most or rows in groups for rows in of_pieces), "a piece is larger for one such group alone"
 
 
 def test_nothing_is_cut_into_no_pieces():
