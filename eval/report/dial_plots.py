@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
 from eval.errors import EvalError
+from eval.fidelity.arms import DRIFT
 from eval.report.labels import Point, label_points
 from eval.report.speed_plots import (
     BLACK,
@@ -69,7 +70,7 @@ def _draw(run: FidelityRun, costs: Mapping[str, float], label: str, title: str, 
     families: dict[str, list[ArmFidelity]] = defaultdict(list)
     for arm in run.arms:
         if arm.name in costs:
-            families[arm.name.partition(":")[0]].append(arm)
+            families[_family_and_parameter(arm.name)[0]].append(arm)
     if not families:
         raise EvalError("No arm of the fidelity report is among those that were timed; run both with the same arms.")
     with rc_context(STYLE):
@@ -89,7 +90,10 @@ def _draw(run: FidelityRun, costs: Mapping[str, float], label: str, title: str, 
             axes.grid(alpha=0.25, linewidth=0.6)
             axes.spines[["top", "right"]].set_visible(False)
         figure.legend(
-            *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(families) + 1, frameon=False
+            *panels[0].get_legend_handles_labels(),
+            loc="outside lower center",
+            ncols=min(5, len(families) + 1),
+            frameon=False,
         )
         figure.suptitle(f"{title}\nbars are 95 % intervals", fontsize=11)
         figure.draw_without_rendering()
@@ -128,12 +132,19 @@ def _label(
     points = []
     for number, arms in enumerate(families.values()):
         for arm in arms:
-            parameter, value = arm.name.partition(":")[2], _value(arm, measure)
+            parameter, value = _family_and_parameter(arm.name)[1], _value(arm, measure)
             # A ratio is its own place on an axis of recomputed shares.
             if parameter and (label_ratios or parameter.isdigit()):
                 colour = COLOURS[number % len(COLOURS)]
                 points.append(Point(costs[arm.name], value.mean, value.low, value.high, parameter, colour))
     label_points(axes, points)
+
+
+def _family_and_parameter(name: str) -> tuple[str, str]:
+    """`query, drift` and `0.15` for the arm `query:0.15:drift`: what is joined by a line, and a point's place on it."""
+    selector, *parameters = name.split(":")
+    numbers = [parameter for parameter in parameters if parameter != DRIFT]
+    return f"{selector}, {DRIFT}" if len(numbers) < len(parameters) else selector, ":".join(numbers)
 
 
 def _value(arm: ArmFidelity, measure: str) -> Interval:

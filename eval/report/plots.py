@@ -159,5 +159,5 @@ def _colour(arm: ArmSummary, arms: Sequence[ArmSummary]) -> str:
 
 
 def _family(arm: ArmSummary) -> str:
-    """The arm's name without its numbers: ``deviation 15 %`` is of the family ``deviation``."""
-    return re.split(r"[\s@:=(]*\d", arm.name, maxsplit=1)[0]
+    """The arm's name without its numbers: `deviation:0.15` is of the family `deviation`, and not with drift."""
+    return re.sub(r"[\s@:=(]*\d[\d.]*", "", arm.name)

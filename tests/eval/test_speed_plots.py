@@ -206,6 +206,15 @@ def test_the_dial_against_time_shows_timed_arms_only(results: Path, tmp_path: Pa
     assert any("an H200" in text for text in texts)
 
 
+def test_arms_that_carry_drift_are_a_line_of_their_own(results: Path, tmp_path: Path) -> None:
+    rows = [*FIDELITY["rows"], row("query:0.15:drift", 0.15, 0.6)]
+    (results / "fidelity.json").write_text(json.dumps(FIDELITY | {"rows": rows}))
+    plot_against_ttft(read_fidelity(results / "fidelity.json"), read_shares(results), "an H200", tmp_path / "dial.svg")
+    texts = comments(tmp_path / "dial.svg")
+    assert "query, drift" in texts
+    assert texts.count("0.15") == 2 * 2, "both arms stand at their ratio, in both panels"
+
+
 def test_the_committed_fidelity_report_can_be_read() -> None:
     folder = Path(__file__).parents[2] / "eval" / "results" / "2026-11-29-cpu" / "musique_s-smollm2-135m"
     run: FidelityRun = read_fidelity(folder / "result.json")
