@@ -7,8 +7,12 @@ from cacheblend.scheduling.catalogue import FASTEST_OF, Catalogue
 from cacheblend.scheduling.cost_model import CostModel
 from kvstore.tiers import Tier
 
-AUTO_FULL_SHARE = 0.9
-"""`auto` prefills a prompt when blending would compute at least this share of its rows anyway."""
+AUTO_FULL_SHARE = 0.83
+"""`auto` prefills a prompt when blending would compute at least this share of its rows anyway.
+
+There a blend takes as long as full prefill on an H200: at 0.839 of a prompt's rows by `query`, drift carried, and 0.825
+by `deviation` (`eval/results/2026-11-30-h200/ratios.json`).
+"""
 
 FULL_CHEAPER = "auto_full_cheaper"
 """Why `auto` prefills: blending would compute so much that nothing is gained."""
