@@ -8,7 +8,7 @@ import torch
 from rows_attention_samples import empty_pages
 
 from cacheblend.drift import PRIOR, REACH
-from cacheblend.kernels.carry_drift import ChunkRange, DriftingRows, KeysValues
+from cacheblend.kernels.carry_drift import ChunkRange, DriftingRows, KeysValues, moved_rows
 from cacheblend.kernels.pages import PagedLayer
 from cacheblend.kernels.place_rows import Rotations
 
@@ -86,6 +86,20 @@ def drift_case(
     extra = more * len(chunks)
     drift = [torch.randn(extra, kv_heads, head_dim, generator=g).to(device) for _ in range(2)] if more else None
     return DriftCase(keys.contiguous(), values, layer, rows, rotations, (drift[0], drift[1]) if drift else None)
+
+
+def by_twin(case: DriftCase) -> KeysValues:
+    """Where the rows move to, by `moved_rows`."""
+    rows = case.rows
+    return moved_rows(
+        rows,
+        (case.turns(rows.told_positions), case.turns(rows.left_positions)),
+        SCALING,
+        (case.keys[rows.of_pass], case.values[rows.of_pass]),
+        case.stored(rows.of_pass_slots),
+        case.stored(rows.left_slots),
+        case.more,
+    )
 
 
 def by_definition(case: DriftCase) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,29 +16,15 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "cacheblend")]
 
-from carry_drift_samples import SCALING, DriftCase, by_definition, drift_case  # noqa: E402
+from carry_drift_samples import by_definition, by_twin, drift_case  # noqa: E402
 from check_rows_attention import PEAK_BYTES, launch_us, median_ms, report  # noqa: E402
 
-from cacheblend.kernels.carry_drift import DriftPass, KeysValues, moved_rows  # noqa: E402
+from cacheblend.kernels.carry_drift import DriftPass  # noqa: E402
 
 CHUNKS = ((640, 96),) * 9
 """Nine chunks of an 8B Llama's prompt, 15 % recomputed."""
 WORST = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest |kernel - definition| over the largest |definition|: the last step of the pages' dtype, but for float32."""
-
-
-def in_torch(case: DriftCase) -> KeysValues:
-    """Where the rows move to, by the twin."""
-    rows = case.rows
-    return moved_rows(
-        rows,
-        (case.turns(rows.told_positions), case.turns(rows.left_positions)),
-        SCALING,
-        (case.keys[rows.of_pass], case.values[rows.of_pass]),
-        case.stored(rows.of_pass_slots),
-        case.stored(rows.left_slots),
-        case.more,
-    )
 
 
 def check(kv_heads: int, head_dim: int, layout: str, dtype: torch.dtype, more: int) -> bool:
@@ -48,7 +34,7 @@ def check(kv_heads: int, head_dim: int, layout: str, dtype: torch.dtype, more: i
         drift_case(chunks, kv_heads, head_dim, 16, layout, dtype, device, more) for device in ("cuda", "cpu")
     )
     # Row after row on the host, where no step waits for a device.
-    exact, apart = by_definition(on_host), in_torch(case)
+    exact, apart = by_definition(on_host), by_twin(case)
     DriftPass(case.rows, case.rotations).move(case.keys, case.values, case.layer, case.more)
     moved = case.stored(case.rows.left_slots)
     error, twin = (
@@ -93,7 +79,7 @@ def time_rows() -> None:
         told=told,
         left=left,
         ms=median_ms(lambda _: drift.move(case.keys, case.values, case.layer)),
-        torch_ms=median_ms(lambda _: in_torch(case)),
+        torch_ms=median_ms(lambda _: by_twin(case)),
         launch_us=launch_us(lambda _: drift.move(case.keys, case.values, case.layer)),
         floor_bytes_ms=round(2 * (told + left) * row_bytes / PEAK_BYTES * 1e3, 4),
     )
