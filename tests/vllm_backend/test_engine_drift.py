@@ -13,6 +13,18 @@ from engine_bench import error
 from engine_cases import GRADUAL, evict_tail, finish
 from engine_configs import TOLERANCE
 
+SEEN_INTO = (
+    "llama",
+    "llama-tiny-pool",
+    "llama-llama3",
+    "qwen2-yarn",
+    "qwen3-linear",
+    "mistral-default",
+    "llama-compiled",
+    "llama-gpu-pool",
+    "llama-runs",
+)
+"""Engines in this process, with a prefix cache to take blocks from."""
 SELECTING = ("chunk_head", "deviation", "query", "chunk_head+query")
 OPTIONS = [*({"selector": name} for name in SELECTING), GRADUAL]
 
@@ -32,6 +44,7 @@ def test_a_blend_that_carries_drift_equals_the_reference_and_not_the_one_that_do
     assert error(answer.first, without.first) > 10 * TOLERANCE
 
 
+@pytest.mark.engines(*SEEN_INTO)
 @pytest.mark.parametrize("blocks", [1, 4, 7, 10])
 @pytest.mark.parametrize("options", [{"selector": "chunk_head", "head_tokens": 40}, {"selector": "query"}], ids=named)
 def test_what_is_found_in_the_prefix_cache_tells_drift_as_it_did(engine, corpus, options, blocks):
