@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from eval.errors import EvalError
-from eval.fidelity.arms import FULL, FULL_AGAIN, PREFIX_CACHED, REUSE
+from eval.fidelity.arms import DRIFT, FULL, FULL_AGAIN, PREFIX_CACHED, REUSE
 from eval.statistics import Interval
 
 TTFT_FILE, LONG_TTFT_FILE = "ttft.json", "ttft-18-chunks.json"
 RATIO_FILE = "ratios.json"
 REPEAT = "measure again with `make gpu-bench`"
 
-ArmKey = tuple[str, float | None, int | None]
-"""Selector, ratio and tokens of heads, as far as they were asked for."""
+ArmKey = tuple[str, float | None, int | None, bool]
+"""Selector, ratio and tokens of heads, as far as they were asked for, and whether drift is carried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,8 @@ def _arm_fidelity(row: Mapping[str, Any]) -> ArmFidelity:
     selector, *parameters = row["name"].split(":")
     ratios = [float(parameter) for parameter in parameters if "." in parameter]
     heads = [int(parameter) for parameter in parameters if parameter.isdigit()]
-    key = ("none" if selector == REUSE else selector, next(iter(ratios), None), next(iter(heads), None))
+    name = "none" if selector == REUSE else selector
+    key = (name, next(iter(ratios), None), next(iter(heads), None), DRIFT in parameters)
     return ArmFidelity(
         name=row["name"],
         key=None if row["name"] in (FULL, FULL_AGAIN, PREFIX_CACHED) else key,
@@ -191,7 +192,7 @@ def _arm_fidelity(row: Mapping[str, Any]) -> ArmFidelity:
 
 
 def _key(options: Mapping[str, Any]) -> ArmKey:
-    return options["selector"], options.get("ratio"), options.get("head_tokens")
+    return options["selector"], options.get("ratio"), options.get("head_tokens"), options.get("carry_drift", False)
 
 
 def _read(path: Path, remedy: str) -> dict[str, Any]:

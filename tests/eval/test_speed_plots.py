@@ -175,11 +175,11 @@ def test_the_bars_name_every_stage_and_what_is_left(results: Path, tmp_path: Pat
 
 def test_times_along_a_selectors_ratios_come_from_one_run_and_never_from_the_pool(results: Path) -> None:
     shares = read_shares(results)
-    assert shares["query", 0.15, None] == pytest.approx(0.35)
-    assert shares["query", 0.3, None] == pytest.approx(0.5)
-    assert shares["chunk_head", None, 16] == pytest.approx(0.25)
+    assert shares["query", 0.15, None, False] == pytest.approx(0.35)
+    assert shares["query", 0.3, None, False] == pytest.approx(0.5)
+    assert shares["chunk_head", None, 16, False] == pytest.approx(0.25)
     (results / "ratios.json").write_text('{"ratios": []}')
-    assert read_shares(results)["query", 0.15, None] == pytest.approx(0.3)
+    assert read_shares(results)["query", 0.15, None, False] == pytest.approx(0.3)
 
 
 def test_full_prefill_of_any_kind_is_no_arm_of_the_dial(results: Path) -> None:
@@ -206,12 +206,18 @@ def test_the_dial_against_time_shows_timed_arms_only(results: Path, tmp_path: Pa
     assert any("an H200" in text for text in texts)
 
 
-def test_arms_that_carry_drift_are_a_line_of_their_own(results: Path, tmp_path: Path) -> None:
-    rows = [*FIDELITY["rows"], row("query:0.15:drift", 0.15, 0.6)]
+def test_arms_that_carry_drift_are_a_line_of_their_own_at_their_own_time(results: Path, tmp_path: Path) -> None:
+    rows = [*FIDELITY["rows"], row("query:0.15:drift", 0.15, 0.6), row("deviation:0.15:drift", 0.15, 0.5)]
     (results / "fidelity.json").write_text(json.dumps(FIDELITY | {"rows": rows}))
-    plot_against_ttft(read_fidelity(results / "fidelity.json"), read_shares(results), "an H200", tmp_path / "dial.svg")
+    options = {"selector": "query", "ratio": 0.15, "carry_drift": True}
+    ratios = json.loads((results / "ratios.json").read_text())["ratios"]
+    (results / "ratios.json").write_text(json.dumps({"ratios": [*ratios, {"options": options, "share_of_full": 0.5}]}))
+    shares = read_shares(results)
+    assert (shares["query", 0.15, None, False], shares["query", 0.15, None, True]) == (pytest.approx(0.35), 0.5)
+    plot_against_ttft(read_fidelity(results / "fidelity.json"), shares, "an H200", tmp_path / "dial.svg")
     texts = comments(tmp_path / "dial.svg")
     assert "query, drift" in texts
+    assert "deviation, drift" not in texts, "it was not timed"
     assert texts.count("0.15") == 2 * 2, "both arms stand at their ratio, in both panels"
 
 
@@ -219,4 +225,4 @@ def test_the_committed_fidelity_report_can_be_read() -> None:
     folder = Path(__file__).parents[2] / "eval" / "results" / "2026-11-29-cpu" / "musique_s-smollm2-135m"
     run: FidelityRun = read_fidelity(folder / "result.json")
     assert run.questions == 10
-    assert ("query", 0.15, None) in {arm.key for arm in run.arms}
+    assert ("query", 0.15, None, False) in {arm.key for arm in run.arms}

@@ -29,13 +29,18 @@ from eval.speed.lines import crossover, fit_line
 SELECTORS = ("query", "deviation", "chunk_head+query")
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
 HEADS = (4, 16, 32, 96)
+DRIFT = {"carry_drift": True}
 BAR_SHARE_OF_FULL = 1.1
 
 
 def arms_of(selectors: Sequence[str], ratios: Sequence[float], heads: Sequence[int]) -> dict[str, dict[str, Any]]:
     """Options of the requests by arm."""
-    by_ratio = {f"{s} {ratio:g}": {"selector": s, "ratio": ratio} for s in selectors for ratio in sorted(ratios)}
-    by_head = {f"chunk_head {count}": {"selector": "chunk_head", "head_tokens": count} for count in sorted(heads)}
+    by_ratio = {
+        f"{s} {ratio:g}": {"selector": s, "ratio": ratio, **DRIFT} for s in selectors for ratio in sorted(ratios)
+    }
+    by_head = {
+        f"chunk_head {count}": {"selector": "chunk_head", "head_tokens": count, **DRIFT} for count in sorted(heads)
+    }
     return {"full": {"policy": "full"}, **by_ratio, **by_head}
 
 
