@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,6 +76,21 @@ class DriftingRows:
         of_pass, slots, at, told_positions, left_slots, left_positions, tiles = placed
         return cls(tuple(chunks), of_pass, slots, at, told_positions, left_slots, left_positions, tiles.view(-1, 4))
 
+    @cached_property
+    def not_of_pass(self) -> torch.Tensor:
+        """[m - p] int64, places of the rows that tell and are not of the pass."""
+        others = torch.ones(len(self.told_positions), dtype=torch.bool, device=self.of_pass_at.device)
+        others[self.of_pass_at] = False
+        return others.nonzero().flatten()
+
+    @cached_property
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        """Of each chunk, [rows that move, rows that tell] float32 (`drift_weights`); the same in every layer."""
+        return tuple(
+            drift_weights(self.left_positions[c.left : c.left_end], self.told_positions[c.told : c.told_end])
+            for c in self.chunks
+        )
+
 
 class DriftPass:
     """Moves rows of every layer's pages beside one forward pass, by a Triton kernel.
@@ -142,9 +158,8 @@ def moved_rows(
     more_keys, more_values = more or (None, None)
     drifts = torch.stack([_told(rows, plain, more_keys), _told(rows, of_values, more_values)])
     shifts = torch.empty(2, *left[0].shape, dtype=torch.float32, device=left[0].device)
-    for chunk in rows.chunks:
+    for chunk, weights in zip(rows.chunks, rows.weights, strict=True):
         moving, telling = slice(chunk.left, chunk.left_end), slice(chunk.told, chunk.told_end)
-        weights = drift_weights(rows.left_positions[moving], rows.told_positions[telling])
         torch.matmul(weights, drifts[:, telling].flatten(2), out=shifts[:, moving].flatten(2))
     turned = rotate_keys(shifts[0], *left_turn)
     return (left[0].float() + turned).to(left[0].dtype), (left[1].float() + shifts[1]).to(left[1].dtype)
@@ -155,15 +170,8 @@ def _told(rows: DriftingRows, of_pass: torch.Tensor, more: torch.Tensor | None) 
     told = of_pass.new_empty(len(rows.told_positions), *of_pass.shape[1:])
     told[rows.of_pass_at] = of_pass
     if more is not None:
-        told[not_of_pass(rows)] = more
+        told[rows.not_of_pass] = more
     return told
-
-
-def not_of_pass(rows: DriftingRows) -> torch.Tensor:
-    """[m - p] int64, places of the rows that tell and are not of the pass."""
-    others = torch.ones(len(rows.told_positions), dtype=torch.bool, device=rows.of_pass_at.device)
-    others[rows.of_pass_at] = False
-    return others.nonzero().flatten()
 
 
 def _tiles(chunks: Sequence[ChunkRange]) -> np.ndarray:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from cacheblend.drift import PRIOR, REACH
-from cacheblend.kernels.carry_drift import TILE_ROWS, DriftingRows, KeysValues, not_of_pass
+from cacheblend.kernels.carry_drift import TILE_ROWS, DriftingRows, KeysValues
 from cacheblend.kernels.layer_launch import LayerLaunch
 from cacheblend.kernels.pages import PagedLayer
 from cacheblend.kernels.place_rows import Rotations
@@ -170,7 +170,7 @@ class DriftLaunches:
         padded = max(16, triton.next_power_of_2(half))
         of_pass, told = len(rows.of_pass), len(rows.told_positions)
         self._drifts = torch.empty(2, told, heads, head_dim, dtype=torch.float32, device=keys.device)
-        self._others = not_of_pass(rows) if told > of_pass else None
+        self._others = rows.not_of_pass if told > of_pass else None
         pages, told_values = layer.keys.stride()[:3], self._drifts[0].numel()
         self._tell = LayerLaunch(
             _tell, (triton.cdiv(of_pass, TELLING_ROWS), heads, 1),

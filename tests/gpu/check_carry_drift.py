@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -60,7 +61,7 @@ def check_alone() -> bool:
         rows = case.rows
         if case is again:
             first = rows.tiles[:, 3] <= rows.chunks[0].told_end
-            rows = type(rows)(**{**rows.__dict__, "tiles": rows.tiles[first].contiguous()})
+            rows = replace(rows, tiles=rows.tiles[first].contiguous())
         DriftPass(rows, case.rotations).move(case.keys, case.values, case.layer)
     own = together.rows.left_slots[: together.rows.chunks[0].left_end]
     passed = all(torch.equal(a, b) for a, b in zip(together.stored(own), again.stored(own), strict=True))

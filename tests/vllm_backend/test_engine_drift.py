@@ -11,18 +11,10 @@ pytest.importorskip("vllm")
 
 from engine_bench import error
 from engine_cases import GRADUAL, evict_tail, finish
-from engine_configs import TOLERANCE
+from engine_configs import CONFIGS, TOLERANCE
 
-SEEN_INTO = (
-    "llama",
-    "llama-tiny-pool",
-    "llama-llama3",
-    "qwen2-yarn",
-    "qwen3-linear",
-    "mistral-default",
-    "llama-compiled",
-    "llama-gpu-pool",
-    "llama-runs",
+SEEN_INTO = tuple(
+    name for name, config in CONFIGS.items() if config.in_process and config.engine.get("enable_prefix_caching", True)
 )
 """Engines in this process, with a prefix cache to take blocks from."""
 SELECTING = ("chunk_head", "deviation", "query", "chunk_head+query")
