@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from cacheblend.plan import BlendPlan
@@ -36,7 +37,7 @@ class RowSelection:
         self._given = plan.selector if isinstance(plan.selector, GivenRowsSelector) else None
         self._shares = dict(plan.selector.shares(num_layers))
         self._device = device
-        self._fresh = fresh
+        self._fresh = fresh.cpu().numpy()
         self._start = start
         candidates = Candidates.of_plan(plan)
         if attention is not None:
@@ -83,8 +84,11 @@ class RowSelection:
 
     def _keep(self, chosen: Candidates) -> None:
         self._chosen = chosen
-        to_compute = chosen.positions[chosen.positions >= self._start].to(self._device)
-        self._positions = torch.cat([self._fresh, to_compute]).sort().values
+        # In numpy: see `Candidates.take`.
+        positions = chosen.positions.numpy()
+        to_compute = positions[np.searchsorted(positions, self._start) :]
+        rows = np.sort(np.concatenate([self._fresh, to_compute]))
+        self._positions = torch.from_numpy(rows).to(self._device)
 
     @property
     def positions(self) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from cacheblend.kernels.host_tables import empty_table, on_device
@@ -145,8 +146,8 @@ class RowBatch:
     @cached_property
     def prompt_index_cpu(self) -> torch.Tensor:
         """[rows] int64 on the CPU: which part each row belongs to."""
-        counts = torch.tensor([len(part.positions) for part in self.parts])
-        return torch.repeat_interleave(torch.arange(len(self.parts)), counts)
+        counts = [len(part.positions) for part in self.parts]
+        return torch.from_numpy(np.repeat(np.arange(len(self.parts)), counts))
 
     @cached_property
     def block_tables_cpu(self) -> torch.Tensor:

@@ -29,7 +29,10 @@ CONFIG = {
 
 
 def make_engine(folder: Path, connector: bool = True, settings: dict[str, Any] | None = None, **options: Any) -> Any:
-    """A `vllm.LLM` in this process, with CUDA graphs, without prefix caching."""
+    """A `vllm.LLM` in this process, with CUDA graphs, without prefix caching.
+
+    vLLM hashes a prompt's blocks one by one on their way in, with or without prefix caching: large ones are fewer.
+    """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -52,6 +55,7 @@ def make_engine(folder: Path, connector: bool = True, settings: dict[str, Any] |
         "max_model_len": 16384,
         "max_num_seqs": 64,
         "max_num_batched_tokens": 8192,
+        "block_size": 64,
         "enable_prefix_caching": False,
         "gpu_memory_utilization": 0.5,
         "seed": 0,

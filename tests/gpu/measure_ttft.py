@@ -176,7 +176,8 @@ def make_stand(args: argparse.Namespace) -> tuple[Any, Any]:
         row_bytes = 4 * CONFIG["num_hidden_layers"] * CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
         pool_bytes = (args.chunks + 3) * CHUNK * row_bytes
         settings.update(gpu_pool_bytes=pool_bytes, accept_budgets=True)
-    llm = llama_8b.make_engine(Path("/tmp/llama-8b"), settings=settings, compilation_config=compilation)
+    options = {"compilation_config": compilation, "block_size": args.block_size}
+    llm = llama_8b.make_engine(Path("/tmp/llama-8b"), settings=settings, **options)
     if args.skip_pool:
         return llm, None
     return llm, Bench(llm, pool_bytes)
@@ -201,6 +202,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--custom-ops", default="all", help="vLLM's own kernels in eager layers: all or none")
     parser.add_argument("--cudagraph-mode", help="of vLLM's compilation, such as FULL; vLLM's own by default")
+    parser.add_argument("--block-size", type=int, default=64, help="of vLLM's pages")
     parser.add_argument("--skip-pool", action="store_true", help="an engine without a GPU pool, and no arms from it")
     parser.add_argument("--skip-gaps", action="store_true")
     parser.add_argument("--commit", default="unknown")
