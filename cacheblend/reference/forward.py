@@ -18,7 +18,7 @@ from cacheblend.drift import ChunkDrift, key_shift
 from cacheblend.reference.attention import attend_rows, attention_mass
 from cacheblend.reference.rows import RowBatch, SequenceRows
 from cacheblend.reference.sequence import RunningSequence
-from cacheblend.selectors.query import tallied_layers
+from cacheblend.selectors.query import first_tallied_layer
 
 ATTENTION_NAME = "cacheblend_rows"
 
@@ -120,8 +120,8 @@ class RowsForward:
             hidden: [1, rows, hidden].
             rows: the batch; each sequence's KV must be there for every earlier position of its rows.
             rotary: from `rotary`.
-            tally: by sequence id, [positions] float32 that attention mass from the question's rows is added to, in
-                the `tallied_layers`.
+            tally: by sequence id, [positions] float32 that attention mass from the question's rows is added to, from
+                `first_tallied_layer` on.
             drifts: by sequence id, the chunks whose other rows move with these.
 
         Returns:
@@ -135,7 +135,7 @@ class RowsForward:
                 self._write(layer, part, k[:, where], v[:, where], drifts)
                 keys, values = sequence.keys(layer), sequence.values(layer)
                 out[:, where] = attend_rows(q[:, where], keys, values, part.blocks, scaling)
-                if tally is not None and sequence.id in tally and layer in tallied_layers(self.num_layers):
+                if tally is not None and sequence.id in tally and layer >= first_tallied_layer(self.num_layers):
                     asking = positions >= sequence.plan.question.start
                     mass = attention_mass(q[:, where][:, asking], keys, positions[asking], scaling)
                     tally[sequence.id][: len(mass)] += mass

@@ -17,9 +17,9 @@ import torch
 from cacheblend.selectors.base import Candidates, Evidence, Selector, require_ratio, top_rows
 
 
-def tallied_layers(num_layers: int) -> range:
-    """The layers whose attention ranks rows, of a model of so many; at least one."""
-    return range(num_layers // 2, -(-3 * num_layers // 4))
+def first_tallied_layer(num_layers: int) -> int:
+    """The first layer whose attention ranks rows, of a model of so many."""
+    return num_layers // 2
 
 
 @dataclass(frozen=True)

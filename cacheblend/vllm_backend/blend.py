@@ -22,13 +22,13 @@ from itertools import accumulate, groupby
 
 import torch
 
-from cacheblend.kernels.host_tables import ComingTable, on_device
+from cacheblend.kernels.host_tables import on_device
 from cacheblend.kernels.kv_deviation import kv_deviation, squared_distance
 from cacheblend.plan import BlendPlan
 from cacheblend.protocols import BlendReport
 from cacheblend.reports import note_blend
 from cacheblend.selectors.base import Evidence
-from cacheblend.selectors.query import tallied_layers
+from cacheblend.selectors.query import first_tallied_layer
 from cacheblend.selectors.selection import RowSelection
 from cacheblend.vllm_backend.drift import DriftingPrompt, PassDrift
 from cacheblend.vllm_backend.forward import LayersForward
@@ -62,7 +62,6 @@ class _Prompt:
     selection: RowSelection | None = None
     rows: PromptRows | None = None
     tally: QuestionTally | None = None
-    scores: ComingTable | None = None
 
     def fresh(self) -> torch.Tensor:
         """[n] int64 fresh rows that are still to be computed."""
@@ -102,15 +101,6 @@ class _Prompt:
     def needs_deviation_at(self, layer: int) -> bool:
         """Whether the rows that it drops at `layer` depend on how far their KV deviates there."""
         return self.selection is not None and self.selection.needs_deviation_at(layer)
-
-    def take_scores(self, part: PromptRows, ranks: Ranks) -> None:
-        """Have the tally brought to the host if the question's last row has been in this `part` of a scoring pass."""
-        if self.tally is not None and int(part.positions[-1]) + 1 == self.tally.end:
-            self.scores = ComingTable(ranks.sum(self.tally.mass.sum(0)))
-
-    def begins_with(self, part: PromptRows) -> bool:
-        """Whether rows before the first reused one are in this `part` of a scoring pass."""
-        return int(part.positions[0]) < self.plan.reused[0].start
 
     @property
     def needs_scores(self) -> bool:
@@ -225,12 +215,7 @@ class BlendBatch:
         return (tier or Tier.DISK).value, chunk
 
     def _score(self, prompts: Sequence[_Prompt], place: Callable[[int], None], times: StageTimes) -> Iterator[float]:
-        """Tally the attention that each question pays to the rows before it.
-
-        The layers behind the tallied ones are for the rows before the first reused one, which are computed here for
-        good: without such rows the pass ends before them.
-        """
-        layers, end = tallied_layers(self.forward.num_layers), self.forward.num_layers
+        """Tally the attention that each question pays to the rows before it."""
         parts = []
         for prompt in prompts:
             question = prompt.plan.question
@@ -243,14 +228,9 @@ class BlendBatch:
             members = [prompts[index] for index, _ in piece]
             tallies = [prompt.tally for prompt in members if prompt.tally is not None]
             with times.stage("score"):
-                attention, embedded = ScoringAttention(rows, tallies, layers), self.forward.embed(rows)
-                hidden = self.forward.run(0, layers.stop, embedded, rows, attention, place, attend_last=True)
-                for (_, part), prompt in zip(piece, members, strict=True):
-                    prompt.take_scores(part, self.ranks)
-                unfinished = any(p.begins_with(part) for (_, part), p in zip(piece, members, strict=True))
-                if unfinished and layers.stop < end:
-                    # Meanwhile the scores come, and rows are chosen by them.
-                    self.forward.run(layers.stop, end, hidden, rows, attention, place, attend_last=True)
+                attention = ScoringAttention(rows, tallies, first_tallied_layer(self.forward.num_layers))
+                hidden = self.forward.embed(rows)
+                self.forward.run(0, self.forward.num_layers, hidden, rows, attention, place, attend_last=True)
             yield len(rows)
 
     def _recompute(
@@ -317,8 +297,8 @@ class BlendBatch:
         fresh = prompt.fresh()
         if prompt.plan.reused:
             attention = None
-            if prompt.scores is not None:
-                attention = prompt.scores.wait()
+            if prompt.tally is not None:
+                attention = self.ranks.sum(prompt.tally.mass.sum(0)).cpu()
                 # The scoring pass has computed the rows before the first reused one for good.
                 fresh = fresh[fresh > prompt.plan.reused[0].start]
             prompt.selection = RowSelection(

@@ -19,7 +19,7 @@ from cacheblend.vllm_backend.rows import PromptPages, PromptRows, RowBatch
 
 
 class QuestionTally:
-    """What a question pays to the rows before it, in the tallied layers; it lasts for all pieces of a scoring pass.
+    """What a question pays to the rows before it, over all layers; it lasts for all pieces of a scoring pass.
 
     Args:
         prompt: whose.
@@ -72,14 +72,14 @@ class ScoringAttention:
     Args:
         rows: fresh rows, and rows of the question last, of each prompt.
         tallies: of each prompt.
-        layers: those whose attention is tallied.
+        first_layer: the first whose attention is tallied.
     """
 
     metadata = None
 
-    def __init__(self, rows: RowBatch, tallies: Sequence[QuestionTally], layers: range) -> None:
+    def __init__(self, rows: RowBatch, tallies: Sequence[QuestionTally], first_layer: int = 0) -> None:
         self._parts = [
-            _ScoredPrompt(part, where, tally, rows, layers)
+            _ScoredPrompt(part, where, tally, rows, first_layer)
             for (part, where), tally in zip(rows, tallies, strict=True)
         ]
 
@@ -92,10 +92,10 @@ class ScoringAttention:
 class _ScoredPrompt:
     """One prompt of a piece: what its rows see is the same in every layer."""
 
-    def __init__(self, part: PromptRows, where: slice, tally: QuestionTally, rows: RowBatch, layers: range) -> None:
+    def __init__(self, part: PromptRows, where: slice, tally: QuestionTally, rows: RowBatch, first_layer: int) -> None:
         fresh = int((part.positions < tally.start).sum())
         self._tally = tally
-        self._layers = layers
+        self._first_layer = first_layer
         self._fresh = slice(where.start, where.start + fresh)
         self._asking = slice(where.start + fresh, where.stop)
         self._more_to_come = int(part.positions[-1]) + 1 < tally.end
@@ -115,7 +115,7 @@ class _ScoredPrompt:
             query = rows.query[asking]
             keys, values = self._tally.own(rows.layer, rows.key[asking], rows.value[asking], self._more_to_come)
             self._asking_pass = self._asking_pass or self._make_asking_pass(table, query, keys)
-            tally = rows.layer in self._layers
+            tally = rows.layer >= self._first_layer
             self._asking_pass.attend(query, keys, values, paged, rows.scale, rows.out[asking], tally)
 
     def _make_fresh_pass(self, table: torch.Tensor) -> RowsAttentionPass:

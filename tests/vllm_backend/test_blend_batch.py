@@ -107,7 +107,7 @@ class Model:
     def run(self, first, last, hidden, rows, attention, before_layer=None, *, attend_last=False, drift=None) -> Hidden:
         assert drift is None
         if isinstance(attention, ScoringAttention):
-            self.scoring_rows += len(rows) if first == 0 else 0
+            self.scoring_rows += len(rows)
         elif first == 0:
             self.recomputed_rows += len(rows)
         states = hidden.states
