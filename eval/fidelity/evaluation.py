@@ -55,6 +55,8 @@ def evaluate(
     out = arguments["out"]
     with open_results(out, settings, arguments["fresh"]) as log:
         _run(bench, asked, part, rows, log, arguments["seed"], clock)
+        # Shards that run at the same time: the report of the last one to end is the whole run's.
+        log.catch_up()
         names = set(finished_questions(log, [question.example.id for question in asked], rows))
         finished = [question for question in asked if question.example.id in names]
         if len(finished) < len(asked):

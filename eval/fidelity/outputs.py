@@ -12,7 +12,7 @@ from eval.fidelity.arms import FULL_AGAIN
 from eval.fidelity.comparisons import Comparison
 from eval.fidelity.gates import GateSummary
 from eval.fidelity.summary import BuildSummary, RowSummary, RunSummary
-from eval.report.plots import plot_fidelity
+from eval.report.plots import TTFT_MS, TTFT_SHARE, plot_fidelity
 from eval.report.table import fidelity_table, markdown_table, time_table
 from eval.statistics import Interval
 
@@ -39,7 +39,8 @@ def write_report(
     (folder / TABLE_FILE).write_text(f"{_heading(account, settings)}\n{tables}", encoding="utf-8")
     shown = [row.arm for row in summary.rows if row.arm.name != FULL_AGAIN]
     floor = summary.noise_floor.arm if summary.noise_floor is not None else None
-    plot_fidelity(shown, floor, folder / PLOT_FILE, absolute)
+    times = None if summary.timing_is_void else TTFT_MS if absolute else TTFT_SHARE
+    plot_fidelity(shown, floor, folder / PLOT_FILE, times)
     return tables
 
 

@@ -111,10 +111,19 @@ class ResultLog:
         self.divergences: dict[tuple[str, str], DivergenceRecord] = {}
         self.builds: dict[str, BuildRecord] = {}
         self.gates: dict[str, GateRecord] = {}
+        self._path = path
         _drop_cut_line(path)
-        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-            self._enter(_parse(line, f"{path}, line {number}"))
+        self.catch_up()
         self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def catch_up(self) -> None:
+        """Take in what is in the file, that of other shards too.
+
+        Raises:
+            EvalError: a line is not a record.
+        """
+        for number, line in enumerate(self._path.read_bytes().split(b"\n")[:-1], start=1):
+            self._enter(_parse(line, f"{self._path}, line {number}"))
 
     def append(self, record: Record) -> None:
         """Keep a record, on disk before this returns."""

@@ -50,7 +50,9 @@ TTFT_SHARE = Cost("time to first token over full prefill's, p50", lambda arm: ar
 SHARE_TICKS = (0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 0.7, 1, 1.5, 2)
 
 
-def plot_fidelity(arms: Sequence[ArmSummary], noise_floor: ArmSummary | None, path: Path, absolute: bool) -> None:
+def plot_fidelity(
+    arms: Sequence[ArmSummary], noise_floor: ArmSummary | None, path: Path, time_axis: Cost | None
+) -> None:
     """Draw agreement and divergence against the recomputed share and against the time to first token.
 
     Each arm is a labelled point with its 95 % interval; what full prefill reaches against itself is a dashed
@@ -60,8 +62,7 @@ def plot_fidelity(arms: Sequence[ArmSummary], noise_floor: ArmSummary | None, pa
         arms: one point each, in every panel.
         noise_floor: full prefill against itself in another batch; None draws no line.
         path: ends in .png or .svg; an existing file is replaced.
-        absolute: put milliseconds on the time axis; False puts the share of full prefill's time there, which
-            is what a CPU's result may state.
+        time_axis: `TTFT_MS`, or `TTFT_SHARE`, which is what a CPU's result may state; None where times are void.
 
     Raises:
         EvalError: there is no arm, or ``path`` has another ending.
@@ -70,12 +71,13 @@ def plot_fidelity(arms: Sequence[ArmSummary], noise_floor: ArmSummary | None, pa
         raise EvalError("A plot needs at least one arm.")
     if path.suffix not in FORMATS:
         raise EvalError(f"A plot is written as {' or '.join(FORMATS)}, not as {path.name!r}.")
-    costs = (RECOMPUTED, TTFT_MS if absolute else TTFT_SHARE)
+    costs = (RECOMPUTED,) if time_axis is None else (RECOMPUTED, time_axis)
     # Without a salt and with a date the same numbers would give another SVG on each run.
     with rc_context({"svg.hashsalt": "cacheblend", "font.size": 9}):
-        figure = Figure(figsize=(13, 12.5), dpi=110, layout="constrained")
+        figure = Figure(figsize=(1 + 6 * len(costs), 12.5), dpi=110, layout="constrained")
         FigureCanvasAgg(figure)
-        panels = figure.subplots(len(MEASURES), len(costs), sharex="col", sharey="row")
+        grid = figure.subplots(len(MEASURES), len(costs), sharex="col", sharey="row", squeeze=False)
+        panels: list[list[Axes]] = grid.tolist()
         figure.suptitle(f"Fidelity and what it costs ({arms[0].questions} questions, 95 % intervals)")
         for row, measure in zip(panels, MEASURES, strict=True):
             for axes, cost in zip(row, costs, strict=True):

@@ -48,6 +48,15 @@ def test_whole_lines_that_another_shard_adds_meanwhile_are_kept(tmp_path: Path) 
         assert [question for question, _ in log.divergences] == ["q1", "q2", "q3"]
 
 
+def test_a_log_catches_up_with_what_other_shards_have_added(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    with ResultLog(path) as one, ResultLog(path) as other:
+        one.append(RECORD)
+        other.append(DivergenceRecord("q2", "reuse", 0.5, 0.25, 3))
+        one.catch_up()
+        assert [question for question, _ in one.divergences] == ["q1", "q2"]
+
+
 @pytest.mark.parametrize(
     "line",
     [b"{", b"[]", b"3", b"\xff", b'{"record": "other"}', b'{"record": "divergence", "question": "q"}', b""],

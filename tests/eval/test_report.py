@@ -12,7 +12,7 @@ from matplotlib.text import Text
 
 from eval.errors import EvalError
 from eval.report.labels import Point, label_points
-from eval.report.plots import plot_fidelity
+from eval.report.plots import TTFT_MS, TTFT_SHARE, plot_fidelity
 from eval.report.summary import ArmSummary
 from eval.report.table import fidelity_table, markdown_table, time_table
 from eval.statistics import Interval
@@ -88,7 +88,7 @@ def test_a_gpus_time_table_states_milliseconds_too() -> None:
 
 def test_the_plot_names_every_arm_in_every_panel_and_draws_the_noise_floor(tmp_path: Path) -> None:
     path = tmp_path / "fidelity.svg"
-    plot_fidelity(ARMS, NOISE_FLOOR, path, absolute=False)
+    plot_fidelity(ARMS, NOISE_FLOOR, path, TTFT_SHARE)
     ElementTree.parse(path)
     texts = svg_texts(path)
     for name in (arm.name for arm in ARMS):
@@ -97,14 +97,24 @@ def test_the_plot_names_every_arm_in_every_panel_and_draws_the_noise_floor(tmp_p
     assert "<!-- time to first token over full prefill's, p50 -->" in texts
 
 
+def test_void_times_are_not_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "fidelity.svg"
+    plot_fidelity(ARMS, None, path, None)
+    texts = svg_texts(path)
+    for name in (arm.name for arm in ARMS):
+        assert texts.count(f"<!-- {name} -->") == 3, name
+    assert "<!-- recomputed share of reusable rows -->" in texts
+    assert not any("time to first token" in text for text in texts)
+
+
 def test_the_same_numbers_give_the_same_svg(tmp_path: Path) -> None:
     for name in ("one.svg", "two.svg"):
-        plot_fidelity(ARMS[:3], None, tmp_path / name, absolute=True)
+        plot_fidelity(ARMS[:3], None, tmp_path / name, TTFT_MS)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
 def test_a_png_is_written_for_a_single_arm(tmp_path: Path) -> None:
-    plot_fidelity(ARMS[:1], None, tmp_path / "one.png", absolute=False)
+    plot_fidelity(ARMS[:1], None, tmp_path / "one.png", TTFT_SHARE)
     picture = imread(tmp_path / "one.png")
     assert picture.shape[0] > 1000
     assert picture.std() > 0.01
@@ -129,5 +139,5 @@ def test_labels_of_crowded_points_do_not_cover_one_another() -> None:
 )
 def test_a_plot_that_cannot_be_drawn_is_one_sentence(arms, name: str, complaint: str, tmp_path: Path) -> None:
     with pytest.raises(EvalError, match=complaint):
-        plot_fidelity(arms, None, tmp_path / name, absolute=False)
+        plot_fidelity(arms, None, tmp_path / name, TTFT_SHARE)
     assert not any(tmp_path.iterdir())
