@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +28,22 @@ REACH = 8.0
 """Rows within which drift is alike."""
 PRIOR = 0.3
 """Weight of no drift."""
+
+
+class ChunkRows(NamedTuple):
+    """The rows of one chunk of a prompt that is partly recomputed, on the host.
+
+    Attributes:
+        span: where it is in the prompt.
+        rows: its recomputed rows, a slice of the positions it was made from.
+        told: [m] int64, positions of these.
+        left: [n] int64, positions of its other rows.
+    """
+
+    span: Span
+    rows: slice
+    told: np.ndarray
+    left: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +79,7 @@ class ChunkDrift:
         return torch.einsum("nm,mhd->nhd", self.weights, drift)
 
 
-def chunk_drifts(plan: BlendPlan, positions: torch.Tensor) -> list[ChunkDrift]:
+def chunk_rows(plan: BlendPlan, positions: np.ndarray) -> list[ChunkRows]:
     """The chunks of a plan that have recomputed rows and others.
 
     Args:
@@ -70,18 +87,24 @@ def chunk_drifts(plan: BlendPlan, positions: torch.Tensor) -> list[ChunkDrift]:
         positions: [rows] int64 ascending, the rows of the pass.
     """
     # In numpy, whose small operations cost a tenth of torch's: on a GPU it is what the device waits for.
-    rows = positions.cpu().numpy()
-    recomputed = np.zeros(plan.length, dtype=bool)
-    recomputed[rows] = True
-    borders = np.searchsorted(rows, [(span.start, span.end) for span in plan.reused])
-    found = []
-    for span, (first, last) in zip(plan.reused, borders.tolist(), strict=True):
-        if 0 < last - first < span.length:
-            left = np.flatnonzero(~recomputed[span.start : span.end]) + span.start
-            found.append(
-                ChunkDrift(span, slice(first, last), positions[first:last], torch.from_numpy(left).to(positions.device))
-            )
-    return found
+    alone = np.ones(plan.length, dtype=bool)
+    alone[positions] = False
+    left = np.flatnonzero(alone)
+    borders = np.searchsorted(positions, [(span.start, span.end) for span in plan.reused])
+    return [
+        # As many rows of the prompt as come before a border, less the recomputed ones, are left alone before it.
+        ChunkRows(span, slice(first, last), positions[first:last], left[span.start - first : span.end - last])
+        for span, (first, last) in zip(plan.reused, borders.tolist(), strict=True)
+        if 0 < last - first < span.length
+    ]
+
+
+def chunk_drifts(plan: BlendPlan, positions: torch.Tensor) -> list[ChunkDrift]:
+    """`chunk_rows` with tensors, where `positions` ([rows] int64 ascending) are."""
+    return [
+        ChunkDrift(chunk.span, chunk.rows, positions[chunk.rows], torch.from_numpy(chunk.left).to(positions.device))
+        for chunk in chunk_rows(plan, positions.cpu().numpy())
+    ]
 
 
 def drift_weights(left: torch.Tensor, told: torch.Tensor) -> torch.Tensor:

@@ -175,9 +175,12 @@ def _told(rows: DriftingRows, of_pass: torch.Tensor, more: torch.Tensor | None) 
 
 
 def _tiles(chunks: Sequence[ChunkRange]) -> np.ndarray:
-    tiles = [
-        (first, min(first + TILE_ROWS, chunk.left_end), chunk.told, chunk.told_end)
-        for chunk in chunks
-        for first in range(chunk.left, chunk.left_end, TILE_ROWS)
-    ]
-    return np.array(tiles, dtype=np.int64).reshape(-1, 4)
+    of_chunks = np.array(chunks, dtype=np.int64).reshape(-1, 4)
+    left, left_end = of_chunks[:, 0], of_chunks[:, 1]
+    counts = -((left - left_end) // TILE_ROWS)
+    tiles = np.repeat(of_chunks, counts, axis=0)
+    # Counted through from 0; what precedes a chunk's first tile is taken off.
+    within = np.arange(len(tiles)) - np.repeat(counts.cumsum() - counts, counts)
+    tiles[:, 0] += within * TILE_ROWS
+    tiles[:, 1] = np.minimum(tiles[:, 0] + TILE_ROWS, tiles[:, 1])
+    return tiles

@@ -204,14 +204,14 @@ class RowTiles:
 
 def _on_device(table: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
     """An int32 copy that nobody waits for."""
-    return on_device(torch.tensor(table, dtype=torch.int32), device)
+    return on_device(torch.from_numpy(np.array(table, dtype=np.int32)), device)
 
 
 def _require_sorted(requests: np.ndarray, places: np.ndarray) -> None:
     if len(requests) != len(places):
         raise BlendError(f"{len(requests)} row requests do not fit {len(places)} positions: give one of each a row.")
-    steps = np.diff(requests)
-    if np.any((steps < 0) | ((steps == 0) & (np.diff(places) < 0))):
+    steps = requests[1:] - requests[:-1]
+    if ((steps < 0) | ((steps == 0) & (places[1:] < places[:-1]))).any():
         raise BlendError("rows are not sorted: sort them by request and by position within a request.")
     if len(requests) and (int(requests[0]) < 0 or int(places.min()) < 0):
         raise BlendError(
@@ -222,7 +222,7 @@ def _require_sorted(requests: np.ndarray, places: np.ndarray) -> None:
 def _tiles_by_request(requests: np.ndarray, places: np.ndarray, tile_rows: int) -> Iterator[list[_Tile]]:
     if not len(requests):
         return
-    changes = (np.flatnonzero(np.diff(requests)) + 1).tolist()
+    changes = (np.flatnonzero(requests[1:] != requests[:-1]) + 1).tolist()
     for begin, end in pairwise([0, *changes, len(requests)]):
         firsts = range(begin, end, tile_rows)
         ends = [*firsts[1:], end]

@@ -48,7 +48,7 @@ class RowSelection:
         if not all_enter:
             candidates = candidates.take(plan.selector.choose(candidates, plan.selector.share))
         self._keep(candidates)
-        self._layer_rows: dict[int, tuple[int, ...]] = {0: self.rows}
+        self._layer_rows = {0: self._chosen.positions}
 
     def drops_at(self, layer: int) -> bool:
         """Whether rows are dropped before `layer`."""
@@ -79,7 +79,7 @@ class RowSelection:
             at_candidates = members(before, self._chosen.positions.to(self._device))
             scored = self._chosen.scored(deviation[at_candidates].cpu())
             self._keep(scored.take(self._selector.choose(scored, self._shares[layer])))
-        self._layer_rows[layer] = self.rows
+        self._layer_rows[layer] = self._chosen.positions
         return members(before, self._positions)
 
     def _keep(self, chosen: Candidates) -> None:
@@ -112,7 +112,7 @@ class RowSelection:
     @property
     def layer_rows(self) -> LayerRows:
         """The reusable positions recomputed, from each layer on that changed them."""
-        return tuple(self._layer_rows.items())
+        return tuple((layer, tuple(positions.tolist())) for layer, positions in self._layer_rows.items())
 
     @property
     def ratio(self) -> float:

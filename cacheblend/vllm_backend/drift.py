@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from cacheblend.drift import ChunkDrift, chunk_drifts
+from cacheblend.drift import ChunkRows, chunk_rows
 from cacheblend.kernels.carry_drift import ChunkRange, DriftingRows, DriftPass, KeysValues, moved_rows
 from cacheblend.plan import BlendPlan
 from cacheblend.relocation import rotate_keys, unrotate_keys
@@ -49,16 +49,15 @@ class DriftingPrompt:
     @cached_property
     def chunks(self) -> list[_Chunk]:
         """Those that have rows to move; the same for every pass."""
-        drifts = chunk_drifts(self.plan, self.chosen)
-        return [self._chunk(drift) for drift in drifts if int(drift.left[-1]) >= self.start]
+        slots, rows = self.pages.all_slots.numpy(), chunk_rows(self.plan, self.chosen.numpy())
+        return [self._chunk(chunk, slots) for chunk in rows if chunk.left[-1] >= self.start]
 
-    def _chunk(self, drift: ChunkDrift) -> _Chunk:
-        start, span, slots = self.start, drift.span, self.pages.all_slots.numpy()
-        told, left, before = drift.told.numpy(), drift.left.numpy(), None
+    def _chunk(self, rows: ChunkRows, slots: np.ndarray) -> _Chunk:
+        start, span, told, left, before = self.start, rows.span, rows.told, rows.left, None
         if start > span.start:
             cut = int(np.searchsorted(told, start))
             if cut:
-                old = drift.told[:cut]
+                old = torch.from_numpy(told[:cut])
                 before = _Before(old, self.pages.slots(old), self.stored[span.start], old - span.start)
             told, left = told[cut:], left[left >= start]
         return _Chunk(told, slots[told], before, left, slots[left])
@@ -81,10 +80,14 @@ class _Chunk:
     left_slots: np.ndarray
 
     def rows_among(self, positions: np.ndarray) -> np.ndarray | None:
-        """[m] int64, where `told` are among a pass's `positions` ([rows] int64 ascending); None if not all are."""
+        """[m] int64, where `told` are among a pass's `positions` ([rows] int64 ascending); None if not all are.
+
+        No other row of a pass lies between them.
+        """
         if not len(self.told) or self.told[0] < positions[0] or self.told[-1] > positions[-1]:
             return None
-        return np.searchsorted(positions, self.told)
+        first = positions.searchsorted(self.told[0])
+        return np.arange(first, first + len(self.told))
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,6 +180,11 @@ class PassDrift:
             return None
         drifts = [before.drift(layer, pages, self._rotary, self._device) for before in self._before]
         return torch.cat([of_keys for of_keys, _ in drifts]), torch.cat([of_values for _, of_values in drifts])
+
+
+def drift_bytes(rows: int, kv_heads: int, head_dim: int) -> int:
+    """Bytes that a GPU keeps the drift of a pass of `rows` rows in: keys and values, float32."""
+    return 2 * rows * kv_heads * head_dim * torch.float32.itemsize
 
 
 def _lay_out(moving: Sequence[tuple[_Chunk, np.ndarray]], device: torch.device) -> DriftingRows:

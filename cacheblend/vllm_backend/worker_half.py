@@ -14,11 +14,13 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from cacheblend.vllm_backend.calibration import measure_costs
+from cacheblend.vllm_backend.drift import drift_bytes
 from cacheblend.vllm_backend.executor import BlendExecutor, workspace_rows
 from cacheblend.vllm_backend.forward import LayersForward
 from cacheblend.vllm_backend.live_model import model_of
 from cacheblend.vllm_backend.messages import BlendOrder, Collected, CollectOrder, StepOrders, WorkerReport
 from cacheblend.vllm_backend.model_identity import transformers_config
+from cacheblend.vllm_backend.placement import staging_bytes
 from cacheblend.vllm_backend.ranks import Ranks
 from cacheblend.vllm_backend.rotary import RotaryTables
 from cacheblend.vllm_backend.rows import PromptPages
@@ -82,9 +84,10 @@ class WorkerHalf:
         )
         most_rows = self._config.scheduler_config.max_num_batched_tokens
         rows_per_step = self._settings.max_rows_per_step or most_rows
-        held = open_store(
-            self._settings, self._root, self._ranks.shard, forward, workspace_rows(most_rows, rows_per_step)
-        )
+        pass_rows = min(most_rows, rows_per_step)
+        workspace = staging_bytes(workspace_rows(most_rows, rows_per_step), forward)
+        workspace += drift_bytes(pass_rows, forward.kv_heads, forward.head_dim)
+        held = open_store(self._settings, self._root, self._ranks.shard, forward, workspace)
         held.store.subscribe(self._events.put)
         self._worker_store = held
         self._forward = forward

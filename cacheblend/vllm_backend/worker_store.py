@@ -14,7 +14,6 @@ import torch
 
 from cacheblend.errors import BlendError
 from cacheblend.vllm_backend.forward import LayersForward
-from cacheblend.vllm_backend.placement import staging_bytes
 from cacheblend.vllm_backend.settings import ConnectorSettings
 from kvstore.chunk import ChunkKV
 from kvstore.cuda_transfer import CudaPrefetcher
@@ -111,7 +110,7 @@ class WorkerStore:
 
 
 def open_store(
-    settings: ConnectorSettings, root: Path | None, shard: ShardLayout, forward: LayersForward, placed_rows: int
+    settings: ConnectorSettings, root: Path | None, shard: ShardLayout, forward: LayersForward, workspace_bytes: int
 ) -> WorkerStore:
     """Open a worker's store.
 
@@ -119,8 +118,8 @@ def open_store(
         settings: of the connector.
         root: folder of the disk tier; None without one.
         shard: the worker's part of every chunk.
-        forward: knows the device and the shapes.
-        placed_rows: rows of stored KV that one blend moves.
+        forward: knows the device.
+        workspace_bytes: of the device's memory that blends take while they run.
 
     Raises:
         BlendError: the device or the host has not so much memory; the sentence names the remedy.
@@ -128,7 +127,7 @@ def open_store(
     on_gpu = forward.device.type == "cuda"
     try:
         if on_gpu:
-            _require_room(settings.gpu_pool_bytes + staging_bytes(placed_rows, forward), forward.device)
+            _require_room(settings.gpu_pool_bytes + workspace_bytes, forward.device)
         pool = GpuPool(settings.gpu_pool_bytes, forward.device) if on_gpu and settings.gpu_pool_bytes else None
         store = ChunkStore(
             root,

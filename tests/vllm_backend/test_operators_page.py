@@ -88,12 +88,14 @@ def test_the_sentence_on_a_pool_that_does_not_fit_is_the_stores_own():
 
 def test_what_the_page_calls_the_buffers_of_a_blend_is_what_they_take():
     pytest.importorskip("vllm")
+    from cacheblend.vllm_backend.drift import drift_bytes
     from cacheblend.vllm_backend.executor import workspace_rows
     from cacheblend.vllm_backend.placement import staging_bytes
 
     shape = SimpleNamespace(kv_heads=8, head_dim=128, dtype=torch.bfloat16, num_layers=32)
     assert staging_bytes(workspace_rows(8192, 8192), shape) == 1 << 30
-    assert "`max_num_batched_tokens` 8192, 1 GiB)" in PAGE
+    assert drift_bytes(8192, shape.kv_heads, shape.head_dim) == 64 << 20
+    assert "`max_num_batched_tokens` 8192, 1 GiB and 64 MiB)" in PAGE
 
 
 def labels_in(cell: str) -> tuple[str, ...]:
