@@ -3,7 +3,7 @@
 A forward pass of some rows takes the larger of reading the weights once and the rows' own work, which is the slope of
 full prefill over its length:
 
-    pass(rows) = max(weights, rows x slope)
+    pass(rows) = max(weights, rows x slope), and nothing for no rows
 
 The question is always the engine's own step, measured as the time to first token of a plain request of its length. An
 arm's floor is then (L layers; `load` is 0 where the chunks are on the device):
@@ -56,8 +56,8 @@ class MeasuredParts:
     step_ms: float
 
     def pass_ms(self, rows: float) -> float:
-        """Milliseconds of a forward pass of so many rows."""
-        return max(self.weights_ms, rows * self.row_ms)
+        """Milliseconds of a forward pass of so many rows; none is made for no rows."""
+        return max(self.weights_ms, rows * self.row_ms) if rows else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class ArmWork:
 
     Attributes:
         selector: its name.
-        system_rows: rows before the first chunk.
+        system_rows: rows before the first chunk that are not in the prefix cache.
         question_rows: rows of the question.
         recomputed_rows: reusable rows that are recomputed.
         host_bytes: bytes of chunk KV that come from the host; 0 from the GPU pool.

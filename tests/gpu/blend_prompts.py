@@ -72,8 +72,9 @@ def collect(llm: Any, prompts: Prompts) -> float:
 
 
 def first_token(llm: Any, prompts: Prompts, options: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Milliseconds to the first token of one request, and its account."""
-    milliseconds, output = _time(llm, *prompts.next(options))
+    """Milliseconds to the first token of one request, and its account. Full prefill finds nothing in a prefix cache."""
+    salt = uuid.uuid4().hex if options.get("policy") == "full" else None
+    milliseconds, output = _time(llm, *prompts.next(options), salt)
     return milliseconds, output.kv_transfer_params["cacheblend"]
 
 
@@ -82,13 +83,13 @@ def plain_first_token(llm: Any, prompts: Prompts, length: int) -> float:
     return _time(llm, prompts.ids(length), None)[0]
 
 
-def _time(llm: Any, ids: list[int], transfer: dict[str, Any] | None) -> tuple[float, Any]:
+def _time(llm: Any, ids: list[int], transfer: dict[str, Any] | None, salt: str | None = None) -> tuple[float, Any]:
     # Several tokens: how long a blend's stages took is known some steps after it.
     params = sampling(transfer, 5)
     engine = llm.llm_engine
     torch.cuda.synchronize()
     started = time.perf_counter()
-    engine.add_request(uuid.uuid4().hex, {"prompt_token_ids": ids}, params)
+    engine.add_request(uuid.uuid4().hex, {"prompt_token_ids": ids, **({"cache_salt": salt} if salt else {})}, params)
     first: float | None = None
     while True:
         for output in engine.step():

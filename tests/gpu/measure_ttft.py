@@ -1,6 +1,6 @@
 """Time to first token on a GPU: full prefill against blended arms, interleaved in one run; and decoding beside them.
 
-    python3 tests/gpu/measure_ttft.py --out FILE.json [--rounds 20] [--chunks 9] [--commit HASH]
+    python3 tests/gpu/measure_ttft.py --out FILE.json [--rounds 20] [--chunks 9] [--prefix-caching] [--commit HASH]
 
 64 system tokens, chunks of 640 and 64 of a question; one request at a time, from its submission to its first token.
 In every round the chunks are on the host with the GPU pool closed, and in the pool; each account's bytes by tier say
@@ -18,6 +18,9 @@ result repeats them:
 load: the chunks' bytes over the rate of one large page-locked copy; weights: bytes of all layers' weights over the
 rate of a large copy on the device, read and written bytes counted; slope: of the line through full prefills of 512,
 1,024 and 2,048 tokens; step: a plain request of 64 tokens; full: full prefill of the prompt; L: layers.
+
+With `--prefix-caching`, as vLLM is usually run, blended arms find the system prompt in vLLM's prefix cache, and floors have
+no system rows; full prefill is salted and finds nothing.
 
 Then eight requests decode while others arrive, and the time between their tokens is reported with arrivals prefilled
 whole, blended, and without arrivals.
@@ -115,8 +118,8 @@ def median_parts(accounts: list[dict[str, Any]]) -> dict[str, float]:
     return {stage: statistics.median(one["parts_ms"].get(stage, 0.0) for one in accounts) for stage in stages}
 
 
-def of_arm(name: str, taken: Taken, parts: MeasuredParts, chunks: int) -> dict[str, Any]:
-    """What the result says of one arm."""
+def of_arm(name: str, taken: Taken, parts: MeasuredParts, chunks: int, system_rows: int) -> dict[str, Any]:
+    """What the result says of one arm; `system_rows` are not in the prefix cache."""
     median, options = statistics.median(taken.ms), ARMS[name.removesuffix(POOL)]
     account = taken.accounts[-1]
     values: dict[str, Any] = {
@@ -131,7 +134,7 @@ def of_arm(name: str, taken: Taken, parts: MeasuredParts, chunks: int) -> dict[s
     if "selector" in options:
         rows = recomputed_rows(options, chunks, CHUNK)
         loaded = account["bytes_loaded"].get("host", 0)
-        work = ArmWork(options["selector"], SYSTEM, QUESTION, rows, loaded, CONFIG["num_hidden_layers"])
+        work = ArmWork(options["selector"], system_rows, QUESTION, rows, loaded, CONFIG["num_hidden_layers"])
         floor = floor_of(work, parts)
         values.update(
             floor_ms=floor.ms, floor_formula=floor.formula, floor_terms_ms=floor.terms_ms, over_floor=median / floor.ms
@@ -177,6 +180,7 @@ def make_stand(args: argparse.Namespace) -> tuple[Any, Any]:
         pool_bytes = (args.chunks + 3) * CHUNK * row_bytes
         settings.update(gpu_pool_bytes=pool_bytes, accept_budgets=True)
     options = {"compilation_config": compilation, "block_size": args.block_size}
+    options["enable_prefix_caching"] = args.prefix_caching
     llm = llama_8b.make_engine(Path("/tmp/llama-8b"), settings=settings, **options)
     if args.skip_pool:
         return llm, None
@@ -203,6 +207,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--custom-ops", default="all", help="vLLM's own kernels in eager layers: all or none")
     parser.add_argument("--cudagraph-mode", help="of vLLM's compilation, such as FULL; vLLM's own by default")
     parser.add_argument("--block-size", type=int, default=64, help="of vLLM's pages")
+    parser.add_argument("--prefix-caching", action="store_true", help="the system prompt is in vLLM's prefix cache")
     parser.add_argument("--skip-pool", action="store_true", help="an engine without a GPU pool, and no arms from it")
     parser.add_argument("--skip-gaps", action="store_true")
     parser.add_argument("--commit", default="unknown")
@@ -225,7 +230,8 @@ def main() -> None:
         result["times_ms"] = {name: one.ms for name, one in taken.items()}
         parts, result["measured_parts"] = measured_parts(taken, gb_s)
         arms = {name: one for name, one in taken.items() if one.error is None and not name.startswith("plain")}
-        result["arms"] = {name: of_arm(name, one, parts, args.chunks) for name, one in arms.items()}
+        system_rows = 0 if args.prefix_caching else SYSTEM
+        result["arms"] = {name: of_arm(name, one, parts, args.chunks, system_rows) for name, one in arms.items()}
         say(result)
         if not args.skip_gaps:
             if bench is not None:
