@@ -84,11 +84,9 @@ gpu-bench: $(SETUP) ## Check the kernels and measure speed on a CUDA device (80 
 	$(BIN)/python tests/gpu/check_kv_deviation.py > "$(OUT)/kv-deviation.jsonl"
 	$(BIN)/python tests/gpu/check_carry_drift.py > "$(OUT)/carry-drift.jsonl"
 	$(BIN)/python tests/gpu/check_prefetcher.py --commit $(COMMIT) --out "$(OUT)/prefetcher.json"
-	$(BIN)/python tests/gpu/measure_ttft.py --cudagraph-mode FULL --commit $(COMMIT) --out "$(OUT)/ttft.json"
-	$(BIN)/python tests/gpu/measure_ttft.py --cudagraph-mode FULL --commit $(COMMIT) --chunks 18 --skip-gaps --out "$(OUT)/ttft-18-chunks.json"
-	$(BIN)/python tests/gpu/measure_ratios.py --commit $(COMMIT) --out "$(OUT)/ratios.json"
+	$(BIN)/python tests/gpu/measure_speed.py --commit $(COMMIT) --out "$(OUT)"
+	$(BIN)/python tests/gpu/measure_ttft.py --cudagraph-mode FULL --prefix-caching --skip-gaps --commit $(COMMIT) --out "$(OUT)/ttft-prefix-cached.json"
 	$(BIN)/python tests/gpu/measure_tpot.py --commit $(COMMIT) --out "$(OUT)/tpot.json"
-	$(BIN)/python tests/gpu/measure_throughput.py --commit $(COMMIT) --out "$(OUT)/throughput.json"
 	$(BIN)/python tests/gpu/measure_swapping.py --commit $(COMMIT) --out "$(OUT)/swapping.json"
 
 gpu-plots: $(SETUP) ## Draw what gpu-bench left in OUT=FOLDER; FIDELITY=result.json of gpu-eval adds the dial.

@@ -79,7 +79,7 @@ def line_of(rows: Sequence[dict[str, Any]], full: float) -> dict[str, Any]:
     }
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=10)
@@ -88,17 +88,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
     parser.add_argument("--heads", type=int, nargs="*", default=HEADS, help="tokens of chunk_head")
     parser.add_argument("--commit", default="unknown")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main() -> None:
-    args = parse()
+def main(argv: Sequence[str] | None = None, llm: Any = None) -> None:
+    """Measure, with an engine of its own unless there is one already."""
+    args = parse(argv)
     result = described("time to first token against the rows recomputed, one request at a time", args)
     result["prompt_tokens"] = SYSTEM + args.chunks * CHUNK + QUESTION
     result["bars"] = {"largest_share_of_full": BAR_SHARE_OF_FULL}
     arms = arms_of(args.selectors, args.ratios, args.heads)
     try:
-        llm = make_engine(Path("/tmp/llama-8b"), compilation_config={"custom_ops": ["all"]})
+        llm = llm or make_engine(Path("/tmp/llama-8b"), compilation_config={"custom_ops": ["all"]})
         prompts = Prompts(args.chunks)
         result["collect_s"] = collect(llm, prompts)
         runs = {name: run_of(llm, prompts, options) for name, options in arms.items()}

@@ -17,6 +17,7 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def take_block(
     print(f"{arm:22s} {block.requests_per_s:7.2f} requests/s in {block.seconds:5.1f} s", flush=True)
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="one block of two seconds an arm")
@@ -156,7 +157,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["full", "chunk_head 16", "default"])
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.6)
     parser.add_argument("--commit", default="unknown")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.quick:
         args.blocks, args.seconds = 1, 2.0
     if args.corpus < args.chunks:
@@ -164,12 +165,13 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    args = parse()
+def main(argv: Sequence[str] | None = None, llm: Any = None) -> None:
+    """Measure, with an engine of its own unless there is one already."""
+    args = parse(argv)
     result = described("requests a second in a closed loop", args)
     result.update(prompt_tokens=SYSTEM + args.chunks * CHUNK + QUESTION, bars=BARS, failed={}, arms={})
     try:
-        llm = make_engine(
+        llm = llm or make_engine(
             Path("/tmp/llama-8b"),
             gpu_memory_utilization=args.gpu_memory_utilization,
             compilation_config={"custom_ops": ["all"]},

@@ -19,8 +19,8 @@ load: the chunks' bytes over the rate of one large page-locked copy; weights: by
 rate of a large copy on the device, read and written bytes counted; slope: of the line through full prefills of 512,
 1,024 and 2,048 tokens; step: a plain request of 64 tokens; full: full prefill of the prompt; L: layers.
 
-With `--prefix-caching`, as vLLM is usually run, blended arms find the system prompt in vLLM's prefix cache, and floors have
-no system rows; full prefill is salted and finds nothing.
+With `--prefix-caching`, as vLLM is usually run, blended arms find the system prompt in vLLM's prefix cache, and floors
+have no system rows; full prefill is salted and finds nothing.
 
 Then eight requests decode while others arrive, and the time between their tokens is reported with arrivals prefilled
 whole, blended, and without arrivals.
@@ -32,6 +32,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,7 @@ def say(result: dict[str, Any]) -> None:
         print(f"{arm:26s} FAILED {error}", flush=True)
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=20)
@@ -211,12 +212,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--skip-pool", action="store_true", help="an engine without a GPU pool, and no arms from it")
     parser.add_argument("--skip-gaps", action="store_true")
     parser.add_argument("--commit", default="unknown")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main() -> None:
-    args = parse()
-    llm, bench = make_stand(args)
+def main(argv: Sequence[str] | None = None, stand: tuple[Any, Any] | None = None) -> None:
+    """Measure; `stand` is what `make_stand` makes, where there is one already."""
+    args = parse(argv)
+    llm, bench = stand or make_stand(args)
     prompts = Prompts(args.chunks)
     result = described("time to first token, one request at a time", args)
     result["prompt_tokens"] = SYSTEM + args.chunks * CHUNK + QUESTION
