@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -137,8 +137,8 @@ class StagedPlacement:
         self._staged = [span.chunk.kv for span in spans if not span.chunk.kv.is_cuda]
         room = ring_layers(len(pages.layer_offsets))
         sizes = [room * kv[0].numel() for kv in self._staged]
-        self._offsets = list(accumulate(sizes, initial=0))
-        self._buffer = torch.empty(self._offsets[-1], dtype=pages.keys.dtype, device=device)
+        offsets = list(accumulate(sizes, initial=0))
+        self._buffer = torch.empty(offsets[-1], dtype=pages.keys.dtype, device=device)
         # A blend that fails lets go of it while copies may still be under way.
         self._buffer.record_stream(stream)
         parts = self._buffer.split(sizes)
@@ -146,7 +146,7 @@ class StagedPlacement:
         self._arrived = [torch.cuda.Event() for _ in self._groups]
         self._copied = 0 if self._staged else len(self._groups)
         self._copy_ahead(COPIED_AT_ONCE)
-        self._rows = self._lay_out(spans)
+        self._rows = stored_rows(spans, offsets, self._buffer)
         self._copy_ahead(COPIED_BEFORE_ROWS)
 
     def is_due(self, layer: int) -> bool:
@@ -186,30 +186,6 @@ class StagedPlacement:
                 room = ring[group.turn : group.turn + group.layers]
                 room.copy_(kv[group.first : group.first + group.layers], non_blocking=True)
             self._arrived[index].record(self._stream)
-
-    def _lay_out(self, spans: Sequence[PlacedSpan]) -> StoredRows:
-        """One table on the host, one copy to the device."""
-        starts = iter(self._offsets)
-        base, size = self._buffer.data_ptr(), self._buffer.element_size()
-        rows = empty_table(8, sum(span.length for span in spans), device=self._device)
-        table = rows.numpy()
-        filled = 0
-        for span in spans:
-            kv = span.chunk.kv
-            row, layer = kv[0, 0, 0].numel(), kv[0].numel()
-            if kv.is_cuda:
-                first, turn, model = (kv.data_ptr() - base) // size, 0, layer
-            else:
-                first, turn, model = next(starts), layer, 0
-            part = table[:, filled : filled + span.length]
-            within = np.arange(span.rows.start, span.rows.stop)
-            part[0] = first + within * row
-            part[1:5] = [[turn], [model], [layer], [layer // 2]]
-            part[5] = within + span.chunk.identity.base_position
-            part[6] = within + span.span.start
-            part[7] = span.prompt.all_slots[span.start : span.span.end].numpy()
-            filled += span.length
-        return StoredRows(*on_device(rows, self._device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +234,43 @@ def group_sizes(layers: int) -> list[int]:
     middle = layers - 8
     rest = [middle % LAYERS_TOGETHER] if middle % LAYERS_TOGETHER else []
     return [1, 1, 2, *[LAYERS_TOGETHER] * (middle // LAYERS_TOGETHER), *rest, 2, 1, 1]
+
+
+def stored_rows(spans: Sequence[PlacedSpan], offsets: Sequence[int], buffer: torch.Tensor) -> StoredRows:
+    """Where all rows of `spans` lie and go: one table on the host, one copy to the device.
+
+    Args:
+        spans: what is written.
+        offsets: elements from the start of `buffer` to the ring of each chunk on the host, in order.
+        buffer: of the rings, on the device.
+    """
+    starts = iter(offsets)
+    # In numpy and over all spans at once: on a GPU it is what the device waits for.
+    of_spans = np.array([_of_span(span, starts, buffer) for span in spans], dtype=np.int64)
+    counts = np.array([span.length for span in spans])
+    within = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    rows = empty_table(8, len(within), device=buffer.device)
+    table = rows.numpy()
+    table[:7] = np.repeat(of_spans[:, :7].T, counts, axis=1)
+    table[0] += within * np.repeat(of_spans[:, 7], counts)
+    table[5:7] += within
+    np.concatenate([span.prompt.all_slots.numpy()[span.start : span.span.end] for span in spans], out=table[7])
+    return StoredRows(*on_device(rows, buffer.device))
+
+
+def _of_span(span: PlacedSpan, starts: Iterator[int], buffer: torch.Tensor) -> tuple[int, ...]:
+    """`StoredRows` of the first row but for its slot, and the elements from one row to the next."""
+    kv = span.chunk.kv
+    _, _, tokens, heads, head_dim = kv.shape
+    row = heads * head_dim
+    layer = 2 * tokens * row
+    if kv.is_cuda:
+        first, turn, model = (kv.data_ptr() - buffer.data_ptr()) // buffer.element_size(), 0, layer
+    else:
+        first, turn, model = next(starts), layer, 0
+    skipped = span.rows.start
+    old = skipped + span.chunk.identity.base_position
+    return first + skipped * row, turn, model, layer, layer // 2, old, span.start, row
 
 
 def staging_bytes(rows: int, forward: LayersForward) -> int:

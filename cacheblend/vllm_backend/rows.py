@@ -48,7 +48,8 @@ class PromptPages:
     @cached_property
     def all_slots(self) -> torch.Tensor:
         """[rows] int64 on the CPU: each position's slot; one table, so that spans of positions are slices of it."""
-        return (self.block_ids[:, None] * self.block_size + torch.arange(self.block_size)).flatten()
+        slots = self.block_ids.numpy()[:, None] * self.block_size + np.arange(self.block_size)
+        return torch.from_numpy(slots.ravel())
 
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
         """[n] int64 slots of `positions` ([n] int64)."""

@@ -1,0 +1,56 @@
+"""Where rows of stored KV lie and go: the table over all chunks at once is what each row by itself says."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend.plan import Segment, SegmentRole, Span
+from cacheblend.vllm_backend.placement import PlacedSpan, ring_layers, stored_rows
+from cacheblend.vllm_backend.rows import PromptPages
+from kvstore.chunk import ChunkKV
+from kvstore.key import ChunkIdentity
+
+LAYERS, HEADS, DIM, BLOCK = 3, 2, 4, 4
+ROW = HEADS * DIM
+CHUNKS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5), st.integers(0, 8)), min_size=1, max_size=5)
+"""Of each chunk its tokens, those of its prefix, and how many of its rows are in the pages already."""
+
+
+def placed(chunks: list[tuple[int, int, int]]) -> list[PlacedSpan]:
+    """The chunks one after another in a prompt, whose pages lie in descending order."""
+    length = sum(tokens for tokens, _, _ in chunks)
+    pages = PromptPages.of(range(length), range(-(-length // BLOCK), 0, -1), BLOCK)
+    spans, start = [], 0
+    for number, (tokens, prefix, there) in enumerate(chunks):
+        ids = tuple(range(100 * number, 100 * number + tokens))
+        identity = ChunkIdentity("model", tuple(range(prefix)), ids)
+        span = Span(Segment(SegmentRole.CHUNK, ids, identity), start, start + tokens)
+        chunk = ChunkKV(identity, torch.zeros(LAYERS, 2, tokens, HEADS, DIM))
+        spans.append(PlacedSpan(pages, span, start + min(there, tokens - 1), chunk))
+        start += tokens
+    return spans
+
+
+@given(CHUNKS)
+def test_every_row_is_found_in_its_chunks_ring_and_goes_to_its_own_slot(chunks):
+    spans = placed(chunks)
+    offsets = [0]
+    for tokens, _, _ in chunks:
+        offsets.append(offsets[-1] + ring_layers(LAYERS) * 2 * tokens * ROW)
+    rows = stored_rows(spans, offsets, torch.empty(offsets[-1]))
+    at = 0
+    for span, offset in zip(spans, offsets, strict=False):
+        tokens = span.span.length
+        for position in range(span.start, span.span.end):
+            within = position - span.span.start
+            assert rows.first[at] == offset + within * ROW
+            assert rows.turn_step[at] == rows.layer_step[at] == 2 * tokens * ROW
+            assert rows.kind_step[at] == tokens * ROW
+            assert rows.model_step[at] == 0
+            assert rows.old[at] == span.chunk.identity.base_position + within
+            assert rows.new[at] == position
+            assert rows.slots[at] == span.prompt.block_ids[position // BLOCK] * BLOCK + position % BLOCK
+            at += 1
+    assert at == len(rows.slots)
