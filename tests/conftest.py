@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from hypothesis import settings
 from cacheblend.models.support import FAMILIES, ROPE_TYPES
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Under `nohup` or `&` interrupts are ignored, here and in every process that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A new counterexample is welcome on a desk and a riddle in CI: there, the same examples are tried every time.
 settings.register_profile("ci", derandomize=True)
