@@ -3,7 +3,7 @@
 Random corpora and orders, missing chunks, deleted and damaged files, evictions, aborts, preemptions, several
 completions, plain requests beside blended ones, on an engine whose block pool, token budget and store are too small.
 
-One minute in `make test`; `make soak` runs half an hour (CACHEBLEND_SOAK_SECONDS).
+Half a minute in `make test`; `make soak` runs half an hour (CACHEBLEND_SOAK_SECONDS).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine_bench import Ask, error
 from engine_cases import SELECTORS, prompt
 from engine_configs import TOLERANCE
 
-SECONDS = float(os.environ.get("CACHEBLEND_SOAK_SECONDS", "45"))
+SECONDS = float(os.environ.get("CACHEBLEND_SOAK_SECONDS", "25"))
 WAVE = 7
 STEPS_TO_SETTLE = 40
 """Steps of 70 rows that the largest batch of blends can take."""
