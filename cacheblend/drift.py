@@ -48,16 +48,8 @@ class ChunkRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ChunkDrift:
-    """One chunk of a prompt whose rows are partly recomputed.
+    """One chunk of `ChunkRows`, with its positions where the model is."""
 
-    Attributes:
-        span: where it is in the prompt.
-        rows: its recomputed rows, a slice of the positions it was made from.
-        told: [m] int64, positions of these.
-        left: [n] int64, positions of its other rows.
-    """
-
-    span: Span
     rows: slice
     told: torch.Tensor
     left: torch.Tensor
@@ -102,7 +94,7 @@ def chunk_rows(plan: BlendPlan, positions: np.ndarray) -> list[ChunkRows]:
 def chunk_drifts(plan: BlendPlan, positions: torch.Tensor) -> list[ChunkDrift]:
     """`chunk_rows` with tensors, where `positions` ([rows] int64 ascending) are."""
     return [
-        ChunkDrift(chunk.span, chunk.rows, positions[chunk.rows], torch.from_numpy(chunk.left).to(positions.device))
+        ChunkDrift(chunk.rows, positions[chunk.rows], torch.from_numpy(chunk.left).to(positions.device))
         for chunk in chunk_rows(plan, positions.cpu().numpy())
     ]
 

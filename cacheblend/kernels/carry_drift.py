@@ -15,6 +15,7 @@ from cacheblend.kernels.host_tables import empty_table, on_device
 from cacheblend.kernels.layer_launch import Form, form_of
 from cacheblend.kernels.pages import PagedLayer
 from cacheblend.kernels.place_rows import Rotations
+from cacheblend.ragged import places_within
 from cacheblend.relocation import rotate_keys, unrotate_keys
 
 TILE_ROWS = 64
@@ -179,8 +180,6 @@ def _tiles(chunks: Sequence[ChunkRange]) -> np.ndarray:
     left, left_end = of_chunks[:, 0], of_chunks[:, 1]
     counts = -((left - left_end) // TILE_ROWS)
     tiles = np.repeat(of_chunks, counts, axis=0)
-    # Counted through from 0; what precedes a chunk's first tile is taken off.
-    within = np.arange(len(tiles)) - np.repeat(counts.cumsum() - counts, counts)
-    tiles[:, 0] += within * TILE_ROWS
+    tiles[:, 0] += places_within(counts) * TILE_ROWS
     tiles[:, 1] = np.minimum(tiles[:, 0] + TILE_ROWS, tiles[:, 1])
     return tiles

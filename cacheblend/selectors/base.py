@@ -13,6 +13,7 @@ import torch
 
 from cacheblend.errors import BlendError
 from cacheblend.plan import BlendPlan
+from cacheblend.ragged import places_within
 
 
 class Evidence(StrEnum):
@@ -47,10 +48,7 @@ class Candidates:
         spans = plan.choosable
         starts, ends = np.array([(s.start, s.end) for s in spans], dtype=np.int64).reshape(-1, 2).T
         lengths = ends - starts
-        # Counted through from 0; what precedes a chunk's first row is then taken off, or what lies between added.
-        counted = np.arange(lengths.sum())
-        before = np.repeat(lengths.cumsum() - lengths, lengths)
-        offsets = counted - before
+        offsets = places_within(lengths)
         positions = offsets + np.repeat(starts, lengths)
         return cls(
             positions=torch.from_numpy(positions),

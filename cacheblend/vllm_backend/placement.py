@@ -14,6 +14,7 @@ import torch
 from cacheblend.kernels.host_tables import empty_table, on_device
 from cacheblend.kernels.place_rows import LayersPages, StoredRows, place_rows
 from cacheblend.plan import Span
+from cacheblend.ragged import places_within
 from cacheblend.relocation import rotate_keys
 from cacheblend.vllm_backend.forward import LayersForward
 from cacheblend.vllm_backend.pages import LayerPages
@@ -248,7 +249,7 @@ def stored_rows(spans: Sequence[PlacedSpan], offsets: Sequence[int], buffer: tor
     # In numpy and over all spans at once: on a GPU it is what the device waits for.
     of_spans = np.array([_of_span(span, starts, buffer) for span in spans], dtype=np.int64)
     counts = np.array([span.length for span in spans])
-    within = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    within = places_within(counts)
     rows = empty_table(8, len(within), device=buffer.device)
     table = rows.numpy()
     table[:7] = np.repeat(of_spans[:, :7].T, counts, axis=1)
