@@ -33,7 +33,7 @@ FORMULAS = {
     "query": "load + pass(system + question) + pass(recomputed) + step",
 }
 """By selector, in the order of what each must see before it chooses; composed selectors have their last part's."""
-PASS_FORMULA = "pass(rows) = max(weights, rows x slope)"
+PASS_FORMULA = "pass(rows) = max(weights, rows x slope), and nothing for no rows"
 FULL_LAYERS_OF_DEVIATION = 2
 
 

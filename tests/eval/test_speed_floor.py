@@ -27,6 +27,10 @@ def test_reuse_from_the_gpu_pool_costs_a_pass_over_the_weights_and_a_step() -> N
     assert floor_of(replace(WORK, host_bytes=0), PARTS).ms == pytest.approx(4.0 + 5.0)
 
 
+def test_reuse_from_the_gpu_pool_behind_a_cached_system_prompt_costs_a_step() -> None:
+    assert floor_of(replace(WORK, host_bytes=0, system_rows=0), PARTS).ms == pytest.approx(5.0)
+
+
 def test_heads_hide_behind_the_load_until_they_take_longer() -> None:
     few = replace(WORK, selector="chunk_head", recomputed_rows=144)
     many = replace(few, recomputed_rows=936)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 128256,
@@ -26,6 +26,8 @@ CONFIG = {
     "eos_token_id": 128001,
     "torch_dtype": "bfloat16",
 }
+ROW_BYTES = 4 * CONFIG["num_hidden_layers"] * CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
+"""Keys and values of one row in all layers."""
 
 
 def make_engine(folder: Path, connector: bool = True, settings: dict[str, Any] | None = None, **options: Any) -> Any:

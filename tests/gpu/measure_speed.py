@@ -26,9 +26,7 @@ MOST_CHUNKS = 18
 
 def make_stand(skip_pool: bool) -> tuple[Any, Any]:
     """An engine for all of them, and its parts for the pool, or None without one."""
-    config = llama_8b.CONFIG
-    row_bytes = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
-    pool_bytes = (MOST_CHUNKS + 3) * CHUNK * row_bytes
+    pool_bytes = (MOST_CHUNKS + 3) * CHUNK * llama_8b.ROW_BYTES
     llm = llama_8b.make_engine(
         Path("/tmp/llama-8b"),
         settings={} if skip_pool else {"gpu_pool_bytes": pool_bytes, "accept_budgets": True},

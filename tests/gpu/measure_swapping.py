@@ -350,8 +350,7 @@ def main() -> None:
         parser.error("swapping needs a pool of 8 chunks or more, and a working set of twice the pool or more")
     if args.quick:
         args.rounds, args.pairs = -(-args.rounds // 4), -(-args.pairs // 4)
-    config: dict[str, Any] = llama_8b.CONFIG
-    one = config["num_hidden_layers"] * 4 * CHUNK * config["num_key_value_heads"] * config["head_dim"]
+    one = CHUNK * llama_8b.ROW_BYTES
     pool_bytes = max(args.pool, args.chunks + 1) * one
     settings = {
         "gpu_pool_bytes": pool_bytes,

@@ -13,7 +13,7 @@ result repeats them:
     deviation              max(load, 2/L full + (1 - 2/L) pass(system + recomputed)) + step
     query                  load + pass(system + question) + pass(recomputed) + step
     from the GPU pool      the same with load = 0
-    pass(rows)             max(weights, rows x slope)
+    pass(rows)             max(weights, rows x slope), and nothing for no rows
 
 load: the chunks' bytes over the rate of one large page-locked copy; weights: bytes of all layers' weights over the
 rate of a large copy on the device, read and written bytes counted; slope: of the line through full prefills of 512,
@@ -177,12 +177,15 @@ def make_stand(args: argparse.Namespace) -> tuple[Any, Any]:
         compilation["cudagraph_mode"] = args.cudagraph_mode
     pool_bytes = 0
     if not args.skip_pool:
-        row_bytes = 4 * CONFIG["num_hidden_layers"] * CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
-        pool_bytes = (args.chunks + 3) * CHUNK * row_bytes
+        pool_bytes = (args.chunks + 3) * CHUNK * llama_8b.ROW_BYTES
         settings.update(gpu_pool_bytes=pool_bytes, accept_budgets=True)
-    options = {"compilation_config": compilation, "block_size": args.block_size}
-    options["enable_prefix_caching"] = args.prefix_caching
-    llm = llama_8b.make_engine(Path("/tmp/llama-8b"), settings=settings, **options)
+    llm = llama_8b.make_engine(
+        Path("/tmp/llama-8b"),
+        settings=settings,
+        compilation_config=compilation,
+        block_size=args.block_size,
+        enable_prefix_caching=args.prefix_caching,
+    )
     if args.skip_pool:
         return llm, None
     return llm, Bench(llm, pool_bytes)
