@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 
-def empty_table(*shape: int, device: torch.device) -> torch.Tensor:
-    """[*shape] int64 on the host, to be filled and brought to `device`: page-locked where that is a GPU."""
-    return torch.empty(*shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+def empty_table(*shape: int, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """[*shape] of `dtype` on the host, to be filled and brought to `device`: page-locked where that is a GPU."""
+    return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def on_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from cacheblend.errors import BlendError
-from cacheblend.kernels.host_tables import on_device
+from cacheblend.kernels.host_tables import empty_table, on_device
+from cacheblend.ragged import places_within
 
 BALANCE = 1.25
 """A tile is cut when it would take this many times a resident program's even share of its request's work."""
@@ -22,6 +23,7 @@ LARGE_SHARED_MEMORY = 200 * 1024
 MAX_HEAD_DIM = 256
 REGISTERS_OF_A_PROCESSOR = 65536
 MAX_REGISTERS_OF_A_THREAD = 255
+WORK_FIELDS, MERGE_FIELDS = 6, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,24 +93,6 @@ def _is_large(device: torch.device) -> bool:
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= LARGE_SHARED_MEMORY
 
 
-class _Tile(NamedTuple):
-    """Consecutive rows of one request, with the keys they reach."""
-
-    first_row: int
-    rows: int
-    request: int
-    reach: int
-
-    def parts(self, longest: int, block_n: int) -> list[tuple[int, int]]:
-        """Key ranges of about equal length, none above `longest`, all starting at a multiple of `block_n`."""
-        if self.reach <= longest:
-            return [(0, self.reach)]
-        blocks = -(-self.reach // block_n)
-        count = -(-self.reach // longest)
-        starts = [blocks * part // count * block_n for part in range(count)]
-        return list(zip(starts, [*starts[1:], self.reach], strict=True))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTiles:
     """Work of the attention kernel for given rows, the same for every layer of a forward pass.
@@ -175,25 +159,16 @@ class RowTiles:
         _require_sorted(requests, places)
         group = heads // kv_heads
         config = config or tile_config(dtype, head_dim, group, device)
-        work: list[tuple[int, ...]] = []
-        merges: list[tuple[int, ...]] = []
-        parts = 0
-        for tiles in _tiles_by_request(requests, places, config.block_m // group):
-            longest = _longest_part(tiles, kv_heads, config, _processors(device))
-            for tile in tiles:
-                ranges = tile.parts(longest, config.block_n)
-                cut = len(ranges) > 1
-                for part, (begin, end) in enumerate(ranges, parts):
-                    work.append((tile.first_row, tile.rows, tile.request, begin, end, part if cut else -1))
-                if cut:
-                    merges.append((tile.first_row, tile.rows, parts, len(ranges)))
-                    parts += len(ranges)
-        # The longest start first, so that the short ones fill the gaps at the end.
-        work.sort(key=lambda item: item[3] - item[4])
+        division = divide_rows(requests, places, group, kv_heads, config, processors(device))
+        # One copy to the device. Merges come first, because each takes 16 bytes: Triton compiles for tables that start
+        # at multiples of that.
+        tables = empty_table(division.merges.size + division.work.size, device=device, dtype=torch.int32)
+        np.concatenate([division.merges.ravel(), division.work.ravel()], out=tables.numpy())
+        placed = on_device(tables, device)
         return cls(
-            work=_on_device(work, device).view(-1, 6),
-            merges=_on_device(merges, device).view(-1, 4),
-            parts=parts,
+            work=placed[division.merges.size :].view(-1, WORK_FIELDS),
+            merges=placed[: division.merges.size].view(-1, MERGE_FIELDS),
+            parts=division.parts,
             rows=len(places),
             requests=int(requests[-1]) + 1 if len(requests) else 0,
             reach=int(places.max()) + 1 if len(places) else 0,
@@ -202,16 +177,63 @@ class RowTiles:
         )
 
 
-def _on_device(table: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
-    """An int32 copy that nobody waits for."""
-    return on_device(torch.from_numpy(np.array(table, dtype=np.int32)), device)
+class Division(NamedTuple):
+    """`RowTiles.work`, `RowTiles.merges` and `RowTiles.parts` on the host."""
+
+    work: np.ndarray
+    merges: np.ndarray
+    parts: int
+
+
+def divide_rows(
+    requests: np.ndarray, places: np.ndarray, group: int, kv_heads: int, config: TileConfig, processors: int
+) -> Division:
+    """Tiles of rows, cut along the keys where they are too few.
+
+    Args:
+        requests: [rows] integer, ascending.
+        places: [rows] integer, ascending within a request.
+        group: query heads of one kv head.
+        kv_heads: key/value heads.
+        config: block sizes.
+        processors: of the device.
+    """
+    work = [np.empty((0, WORK_FIELDS), dtype=np.int32)]
+    merges = [np.empty((0, MERGE_FIELDS), dtype=np.int32)]
+    parts = 0
+    for tiles in _tiles_by_request(requests, places, config.block_m // group):
+        longest = _longest_part(tiles, kv_heads, config, processors)
+        if tiles.reach[-1] <= longest:
+            work.append(tiles.whole())
+            continue
+        counts = -(-tiles.reach // longest)
+        work.append(tiles.cut(counts, config.block_n, parts))
+        merges.append(tiles.merges(counts, parts))
+        parts += int(merges[-1][:, 3].sum())
+    items = np.concatenate(work)
+    # The longest start first, so that the short ones fill the gaps at the end.
+    return Division(items[np.argsort(items[:, 3] - items[:, 4], kind="stable")], np.concatenate(merges), parts)
+
+
+def most_tiles(rows: int, group: int, kv_heads: int, config: TileConfig, processors: int) -> tuple[int, int]:
+    """The most work items, and the most cut tiles, of at most `rows` rows of one request; see `divide_rows`."""
+    tiles = -(-rows // (config.block_m // group))
+    return tiles + int(processors * config.resident / (BALANCE * kv_heads)), tiles
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; elsewhere those of an H100, so that plans can be looked at."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return ASSUMED_PROCESSORS
 
 
 def _require_sorted(requests: np.ndarray, places: np.ndarray) -> None:
     if len(requests) != len(places):
         raise BlendError(f"{len(requests)} row requests do not fit {len(places)} positions: give one of each a row.")
-    steps = requests[1:] - requests[:-1]
-    if ((steps < 0) | ((steps == 0) & (places[1:] < places[:-1]))).any():
+    # Few rows lie before the one that they follow: the first ones of requests.
+    falls = np.flatnonzero(places[1:] < places[:-1])
+    if (requests[1:] < requests[:-1]).any() or (requests[falls + 1] == requests[falls]).any():
         raise BlendError("rows are not sorted: sort them by request and by position within a request.")
     if len(requests) and (int(requests[0]) < 0 or int(places.min()) < 0):
         raise BlendError(
@@ -219,24 +241,69 @@ def _require_sorted(requests: np.ndarray, places: np.ndarray) -> None:
         )
 
 
-def _tiles_by_request(requests: np.ndarray, places: np.ndarray, tile_rows: int) -> Iterator[list[_Tile]]:
+class _Tiles(NamedTuple):
+    """A request's rows in runs of consecutive ones, with the keys they reach.
+
+    In numpy and all at once: the device waits for this.
+
+    Attributes:
+        request: index.
+        first_row, rows, reach: [tiles] int64, in the rows' order.
+    """
+
+    request: int
+    first_row: np.ndarray
+    rows: np.ndarray
+    reach: np.ndarray
+
+    def whole(self) -> np.ndarray:
+        """[tiles, 6] int32, as `RowTiles.work`: no tile is cut."""
+        items = np.empty((len(self.rows), WORK_FIELDS), dtype=np.int32)
+        items[:, 0], items[:, 1], items[:, 2] = self.first_row, self.rows, self.request
+        items[:, 3], items[:, 4], items[:, 5] = 0, self.reach, -1
+        return items
+
+    def cut(self, counts: np.ndarray, block_n: int, first_part: int) -> np.ndarray:
+        """[items, 6] int32, as `RowTiles.work`: key ranges of about equal length, which start at multiples of a block.
+
+        Args:
+            counts: [tiles] int64, parts of each tile; 1 where it stays whole.
+            block_n: keys of a block.
+            first_part: index of the first partial result.
+        """
+        part = places_within(counts)
+        count, reach = counts.repeat(counts), self.reach.repeat(counts)
+        blocks = -(-reach // block_n)
+        items = self.whole().repeat(counts, axis=0)
+        items[:, 3] = blocks * part // count * block_n
+        items[:, 4] = np.minimum(blocks * (part + 1) // count * block_n, reach)
+        is_part = count > 1
+        items[is_part, 5] = np.arange(first_part, first_part + np.count_nonzero(is_part))
+        return items
+
+    def merges(self, counts: np.ndarray, first_part: int) -> np.ndarray:
+        """[cut tiles, 4] int32, as `RowTiles.merges`; see `cut`."""
+        cut = np.flatnonzero(counts > 1)
+        table = np.empty((len(cut), MERGE_FIELDS), dtype=np.int32)
+        own = counts[cut]
+        table[:, 0], table[:, 1], table[:, 3] = self.first_row[cut], self.rows[cut], own
+        table[:, 2] = first_part + own.cumsum() - own
+        return table
+
+
+def _tiles_by_request(requests: np.ndarray, places: np.ndarray, tile_rows: int) -> Iterator[_Tiles]:
     if not len(requests):
         return
     changes = (np.flatnonzero(requests[1:] != requests[:-1]) + 1).tolist()
     for begin, end in pairwise([0, *changes, len(requests)]):
-        firsts = range(begin, end, tile_rows)
-        ends = [*firsts[1:], end]
-        request, lasts = int(requests[begin]), places[np.array(ends) - 1].tolist()
-        yield [_Tile(a, b - a, request, last + 1) for a, b, last in zip(firsts, ends, lasts, strict=True)]
+        first_row = np.arange(begin, end, tile_rows)
+        ends = first_row + tile_rows
+        ends[-1] = end
+        reach = places[ends - 1].astype(np.int64) + 1
+        yield _Tiles(int(requests[begin]), first_row, ends - first_row, reach)
 
 
-def _longest_part(tiles: list[_Tile], kv_heads: int, config: TileConfig, processors: int) -> int:
-    share = sum(tile.reach for tile in tiles) * kv_heads / (processors * config.resident)
+def _longest_part(tiles: _Tiles, kv_heads: int, config: TileConfig, processors: int) -> int:
+    share = int(tiles.reach.sum()) * kv_heads / (processors * config.resident)
     keys = max(MIN_PART_KEYS, int(BALANCE * share))
     return -(-keys // config.block_n) * config.block_n
-
-
-def _processors(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return ASSUMED_PROCESSORS

@@ -46,14 +46,13 @@ class Candidates:
     def of_plan(cls, plan: BlendPlan) -> Candidates:
         """The reusable rows of `plan` that its selector may choose from, without scores."""
         spans = plan.choosable
-        starts, ends = np.array([(s.start, s.end) for s in spans], dtype=np.int64).reshape(-1, 2).T
-        lengths = ends - starts
+        lengths = np.array([span.length for span in spans], dtype=np.int64)
+        starts = np.array([span.start for span in spans], dtype=np.int64)
         offsets = places_within(lengths)
-        positions = offsets + np.repeat(starts, lengths)
         return cls(
-            positions=torch.from_numpy(positions),
+            positions=torch.from_numpy(offsets + starts.repeat(lengths)),
             offsets=torch.from_numpy(offsets),
-            chunk_lengths=torch.from_numpy(np.repeat(lengths, lengths)),
+            chunk_lengths=torch.from_numpy(lengths.repeat(lengths)),
             total=plan.reused_tokens,
         )
 
@@ -65,8 +64,8 @@ class Candidates:
             # Once here, and not in each of the tensors.
             at = np.flatnonzero(at)
         columns = (self.positions, self.offsets, self.chunk_lengths)
-        positions, offsets, chunk_lengths = (torch.from_numpy(column.numpy()[at]) for column in columns)
-        scores = None if self.scores is None else torch.from_numpy(self.scores.numpy()[at])
+        positions, offsets, chunk_lengths = (torch.from_numpy(column.numpy().take(at)) for column in columns)
+        scores = None if self.scores is None else torch.from_numpy(self.scores.numpy().take(at))
         return Candidates(positions, offsets, chunk_lengths, self.total, scores)
 
     def scored(self, scores: torch.Tensor) -> Candidates:
@@ -157,20 +156,20 @@ def require_ratio(ratio: float) -> None:
         raise BlendError(f"ratio is {ratio}; use a share from 0 to 1, for example 0.15.")
 
 
-def members(values: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def members(values: torch.Tensor, wanted: Sequence[int]) -> torch.Tensor:
     """Which positions are wanted, by a table of all positions: a search costs several times as much.
 
     Args:
-        values: [n] int64 ascending, not negative.
-        wanted: [m] int64 on the same device.
+        values: [n] int64 ascending, not negative, on the CPU.
+        wanted: positions, in any order.
 
     Returns:
         [n] bool.
     """
-    end = int(values[-1]) + 1 if len(values) else 0
-    table = torch.zeros(end, dtype=torch.bool, device=values.device)
-    table[wanted[(wanted >= 0) & (wanted < end)]] = True
-    return table[values]
+    positions, numbers = values.numpy(), np.array(wanted, dtype=np.int64)
+    table = np.zeros(positions[-1] + 1 if len(positions) else 0, dtype=bool)
+    table[numbers[(numbers >= 0) & (numbers < len(table))]] = True
+    return torch.from_numpy(table.take(positions))
 
 
 def top_rows(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -191,6 +190,8 @@ def top_rows(scores: torch.Tensor, count: int) -> torch.Tensor:
         ranked = np.nan_to_num(ranked, nan=np.inf, posinf=np.inf, neginf=-np.inf)
     # Only the lowest score that is marked matters: to sort all costs ten times as much.
     lowest = np.partition(ranked, -count)[-count]
-    chosen = ranked > lowest
-    chosen[np.flatnonzero(ranked == lowest)[: count - np.count_nonzero(chosen)]] = True
+    chosen = ranked >= lowest
+    too_many = np.count_nonzero(chosen) - count
+    if too_many:
+        chosen[np.flatnonzero(ranked == lowest)[-too_many:]] = False
     return torch.from_numpy(chosen).to(scores.device)

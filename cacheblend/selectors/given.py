@@ -42,7 +42,7 @@ class GivenRowsSelector(Selector):
 
     def choose(self, candidates: Candidates, share: float) -> torch.Tensor:
         """See `Selector.choose`: the rows of layer 0."""
-        return members(candidates.positions, torch.tensor(sorted(self.layers[0][1]), dtype=torch.int64))
+        return members(candidates.positions, self.layers[0][1])
 
     def rows_from(self, layer: int) -> tuple[int, ...] | None:
         """The positions that go on at `layer`, None where nothing changes."""

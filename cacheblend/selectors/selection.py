@@ -17,7 +17,7 @@ class RowSelection:
         plan: of the prompt; it reuses something.
         num_layers: of the model.
         device: where positions live.
-        fresh: [n] int64 ascending, the fresh rows still to compute.
+        fresh: [n] int64 ascending, the fresh rows before the question that are still to compute.
         attention: [rows before the question] float32, what the question pays to each, for selectors that need it; else
             None.
         start: chosen rows before it have been computed already, by an earlier blend of the same plan.
@@ -35,7 +35,10 @@ class RowSelection:
         assert plan.selector is not None
         self._selector: Selector = plan.selector
         self._given = plan.selector if isinstance(plan.selector, GivenRowsSelector) else None
-        self._shares = dict(plan.selector.shares(num_layers))
+        shares = dict(plan.selector.shares(num_layers))
+        # Asked for layer by layer.
+        self._shares = shares if plan.selector.needs(Evidence.DEVIATION) else {}
+        self._context = plan.question.start
         self._device = device
         self._fresh = fresh.cpu().numpy()
         self._start = start
@@ -58,7 +61,7 @@ class RowSelection:
 
     def needs_deviation_at(self, layer: int) -> bool:
         """Whether the rows that `layer` drops depend on the deviation measured there."""
-        return self._selector.needs(Evidence.DEVIATION) and layer in self._shares
+        return layer in self._shares
 
     def narrow(self, layer: int, deviation: torch.Tensor | None = None) -> torch.Tensor:
         """Drop rows at a layer that drops some.
@@ -70,25 +73,27 @@ class RowSelection:
         Returns:
             [rows] bool, True where a row goes on.
         """
-        before = self._positions
+        before = self._rows
         if deviation is None:
             assert self._given is not None
-            going_on = torch.tensor(sorted(self._given.rows_from(layer) or ()), dtype=torch.int64)
-            self._keep(self._chosen.take(members(self._chosen.positions, going_on)))
+            self._keep(self._chosen.take(members(self._chosen.positions, self._given.rows_from(layer) or ())))
         else:
-            at_candidates = members(before, self._chosen.positions.to(self._device))
-            scored = self._chosen.scored(deviation[at_candidates].cpu())
+            of_candidates = deviation.cpu().numpy()[self._is_candidate.take(before)]
+            scored = self._chosen.scored(torch.from_numpy(of_candidates))
             self._keep(scored.take(self._selector.choose(scored, self._shares[layer])))
         self._layer_rows[layer] = self._chosen.positions
-        return members(before, self._positions)
+        return torch.from_numpy(self._is_row.take(before)).to(self._device)
 
     def _keep(self, chosen: Candidates) -> None:
         self._chosen = chosen
-        # In numpy: see `Candidates.take`.
+        # In numpy: see `Candidates.take`. By tables of all positions, which cost less than sorting and searching do.
         positions = chosen.positions.numpy()
-        to_compute = positions[np.searchsorted(positions, self._start) :]
-        rows = np.sort(np.concatenate([self._fresh, to_compute]))
-        self._positions = torch.from_numpy(rows).to(self._device)
+        self._is_candidate = np.zeros(self._context, dtype=bool)
+        self._is_candidate[positions[np.searchsorted(positions, self._start) :]] = True
+        self._is_row = self._is_candidate.copy()
+        self._is_row[self._fresh] = True
+        self._rows = np.flatnonzero(self._is_row)
+        self._positions = torch.from_numpy(self._rows).to(self._device)
 
     @property
     def positions(self) -> torch.Tensor:

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -52,8 +53,9 @@ class PromptPages:
         return torch.from_numpy(slots.ravel())
 
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
-        """[n] int64 slots of `positions` ([n] int64)."""
-        return self.all_slots[positions]
+        """[n] int64 slots of `positions` ([n] int64), both on the CPU."""
+        # In numpy, whose small operations cost a tenth of torch's: on a GPU it is what the device waits for.
+        return torch.from_numpy(self.all_slots.numpy().take(positions.numpy()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +74,8 @@ class PromptRows:
 
     def cut(self, first: int, last: int) -> PromptRows:
         """The rows from index `first` to `last` (exclusive)."""
+        if last - first == len(self.positions):
+            return self
         paged = None if self.paged is None else self.paged[first:last]
         return PromptRows(self.prompt, self.positions[first:last], paged)
 
@@ -95,34 +99,38 @@ class RowBatch:
     def __init__(self, parts: Sequence[PromptRows], device: torch.device) -> None:
         self.parts = tuple(parts)
         self.device = device
+        self._edges = tuple(accumulate((len(part.positions) for part in self.parts), initial=0))
 
     def __len__(self) -> int:
-        return sum(len(part.positions) for part in self.parts)
+        return self._edges[-1]
 
     def __iter__(self) -> Iterator[tuple[PromptRows, slice]]:
-        first = 0
-        for part in self.parts:
-            last = first + len(part.positions)
+        for part, (first, last) in zip(self.parts, pairwise(self._edges), strict=True):
             yield part, slice(first, last)
-            first = last
+
+    @cached_property
+    def _on_host(self) -> torch.Tensor:
+        """[4, rows] int64: position, token id, slot and part of each row."""
+        # Filled where the copy to the device starts from, and in numpy: see `PromptPages.slots`.
+        table = empty_table(4, len(self), device=self.device)
+        columns = table.numpy()
+        for index, (part, where) in enumerate(self):
+            rows, positions = columns[:, where], part.positions.numpy()
+            rows[0] = positions
+            rows[1] = part.prompt.token_ids.numpy().take(positions)
+            rows[2] = part.slots().numpy()
+            rows[3] = index
+        return table
+
+    @cached_property
+    def _on_device(self) -> tuple[torch.Tensor, ...]:
+        """Four times [rows] int64, one copy to the device for all that a row is."""
+        return on_device(self._on_host, self.device).unbind()
 
     @cached_property
     def positions_cpu(self) -> torch.Tensor:
         """[rows] int64 on the CPU."""
-        return torch.cat([part.positions for part in self.parts])
-
-    @cached_property
-    def _on_device(self) -> torch.Tensor:
-        """[4, rows] int64, one copy to the device for all that a row is."""
-        # Filled where the copy starts from: no tensor is made of each part's first.
-        table = empty_table(4, len(self), device=self.device)
-        for index, (part, where) in enumerate(self):
-            rows = table[:, where]
-            rows[0] = part.positions
-            rows[1] = part.prompt.token_ids[part.positions]
-            rows[2] = part.slots()
-            rows[3] = index
-        return on_device(table, self.device)
+        return self._on_host[0]
 
     @property
     def positions(self) -> torch.Tensor:
@@ -147,16 +155,16 @@ class RowBatch:
     @cached_property
     def prompt_index_cpu(self) -> torch.Tensor:
         """[rows] int64 on the CPU: which part each row belongs to."""
-        counts = [len(part.positions) for part in self.parts]
-        return torch.from_numpy(np.repeat(np.arange(len(self.parts)), counts))
+        return self._on_host[3]
 
     @cached_property
     def block_tables_cpu(self) -> torch.Tensor:
         """[parts, blocks] int32 on the CPU, padded with block 0."""
-        width = max(len(part.prompt.block_ids) for part in self.parts)
-        tables = torch.zeros(len(self.parts), width, dtype=torch.int32)
-        for table, part in zip(tables, self.parts, strict=True):
-            table[: len(part.prompt.block_ids)] = part.prompt.block_ids
+        blocks = [part.prompt.block_ids.numpy() for part in self.parts]
+        tables = empty_table(len(blocks), max(map(len, blocks)), device=self.device, dtype=torch.int32)
+        for table, own in zip(tables.numpy(), blocks, strict=True):
+            table[: len(own)] = own
+            table[len(own) :] = 0
         return tables
 
     @cached_property
@@ -172,8 +180,7 @@ def _tensor_of(numbers: Sequence[int]) -> torch.Tensor:
     if not numbers:
         return torch.empty(0, dtype=torch.int64)
     # Packing takes thousands of numbers from a tuple twenty times faster than a tensor does.
-    packed = bytearray(8 * len(numbers))
-    struct.pack_into(f"{len(numbers)}q", packed, 0, *numbers)
+    packed = bytearray(struct.Struct(f"{len(numbers)}q").pack(*numbers))
     return torch.frombuffer(packed, dtype=torch.int64)
 
 

@@ -20,7 +20,7 @@ from triton_interpreter import interpreted_results
 
 from cacheblend.errors import BlendError
 from cacheblend.kernels.pages import PagedLayer
-from cacheblend.kernels.row_tiles import RowTiles, TileConfig
+from cacheblend.kernels.row_tiles import ASSUMED_PROCESSORS, BALANCE, MIN_PART_KEYS, RowTiles, TileConfig
 from cacheblend.kernels.rows_attention import rows_attention
 from cacheblend.reference.attention import attend_rows, attention_mass, row_blocks
 
@@ -130,10 +130,10 @@ def test_what_does_not_fit_together_is_refused_in_a_sentence(message):
         rows_attention(*arguments)
 
 
-def tiles_of(rows, **changes) -> RowTiles:
+def tiles_of(rows, dtype_of_rows=torch.int64, **changes) -> RowTiles:
     """For 8 query heads and 2 kv heads."""
-    owners = torch.tensor([request for request, places in enumerate(rows) for _ in places], dtype=torch.int64)
-    flat = torch.tensor([place for places in rows for place in places], dtype=torch.int64)
+    owners = torch.tensor([request for request, places in enumerate(rows) for _ in places], dtype=dtype_of_rows)
+    flat = torch.tensor([place for places in rows for place in places], dtype=dtype_of_rows)
     settings = {
         "heads": 8,
         "kv_heads": 2,
@@ -169,6 +169,40 @@ def test_tiles_cover_every_row_and_every_key_it_reaches_once(rows):
     assert sorted(slots) == list(range(tiles.parts))
     merged = [first + i for _, _, first, count in tiles.merges.tolist() for i in range(count)]
     assert sorted(merged) == list(range(tiles.parts))
+
+
+def tables_by_definition(rows, tile_rows, kv_heads, config):
+    """Work items and merges, one after another."""
+    work, merges, parts, row = [], [], 0, 0
+    for request, places in enumerate(rows):
+        tiles = [places[at : at + tile_rows] for at in range(0, len(places), tile_rows)]
+        share = sum(tile[-1] + 1 for tile in tiles) * kv_heads / (ASSUMED_PROCESSORS * config.resident)
+        longest = -(-max(MIN_PART_KEYS, int(BALANCE * share)) // config.block_n) * config.block_n
+        for tile in tiles:
+            reach = tile[-1] + 1
+            count, blocks = -(-reach // longest), -(-reach // config.block_n)
+            begins = [blocks * part // count * config.block_n for part in range(count)]
+            for part, (begin, end) in enumerate(zip(begins, [*begins[1:], reach], strict=True)):
+                work.append([row, len(tile), request, begin, end, parts + part if count > 1 else -1])
+            if count > 1:
+                merges.append([row, len(tile), parts, count])
+                parts += count
+            row += len(tile)
+    return sorted(work, key=lambda item: item[3] - item[4]), merges, parts
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.frozensets(st.integers(0, 20000), max_size=60).map(sorted), min_size=1, max_size=4),
+    st.sampled_from([torch.int32, torch.int64]),
+    st.sampled_from([TileConfig(32, 16, 4, 1), TileConfig(16, 64, 4, 1, resident=2)]),
+)
+def test_tiles_are_cut_and_ordered_by_the_same_rule_however_many_there_are(rows, dtype, config):
+    tiles = tiles_of(rows, dtype_of_rows=dtype, config=config)
+    work, merges, parts = tables_by_definition(rows, config.block_m // 4, 2, config)
+    assert (tiles.work.tolist(), tiles.merges.tolist(), tiles.parts) == (work, merges, parts)
+    assert tiles.work.dtype is tiles.merges.dtype is torch.int32
+    assert tiles.work.data_ptr() % 16 == 0, "the kernel is compiled for this"
 
 
 def test_tiles_of_a_request_do_not_depend_on_the_batch():

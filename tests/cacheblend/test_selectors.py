@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.errors import BlendError
+from cacheblend.plan import BlendPlan, Segment, SegmentRole
 from cacheblend.selectors import SELECTOR_NAMES, Candidates, Evidence, make_selector, selector_params
 from cacheblend.selectors.base import top_rows
 from cacheblend.selectors.chunk_head import ChunkHeadSelector
@@ -308,6 +309,69 @@ def test_a_selection_of_everything_still_refuses_check_layers_that_the_model_doe
     plan = plan_of([identity_of(1, 4)], DeviationSelector(1.0, (9,)))
     with pytest.raises(BlendError, match="beyond the model's 4 layers"):
         RowSelection(plan, 4, torch.device("cpu"), torch.arange(0))
+
+
+@st.composite
+def prompts(draw):
+    """Lengths of a prompt's segments before the question, and whether each is reused; at least one is."""
+    lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=6))
+    reused = draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)).filter(any))
+    return list(zip(lengths, reused, strict=True))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    prompt=prompts(),
+    ratio=st.floats(0.0, 1.0, exclude_max=True),
+    check_layers=st.sampled_from([(1,), (1, 2, 4)]),
+    heads=st.sampled_from([None, 2]),
+    data=st.data(),
+)
+def test_narrowing_keeps_fresh_rows_and_of_the_others_those_that_deviate_most(prompt, ratio, check_layers, heads, data):
+    if heads is None:
+        selector = make_selector("deviation", ratio, check_layers=check_layers)
+    else:
+        selector = make_selector("chunk_head+deviation", ratio, heads, check_layers)
+    segments, offsets, fresh, at = [], {}, [], 0
+    for seed, (length, reused) in enumerate(prompt):
+        identity = identity_of(seed, length)
+        segments.append(Segment(SegmentRole.CHUNK, identity.token_ids, identity if reused else None))
+        rows = range(at, at + length)
+        if reused:
+            offsets.update(zip(rows, range(length), strict=True))
+        else:
+            fresh += rows
+        at += length
+    # One at the very beginning is what full prefill computes, and no candidate.
+    chosen_before = [row for row in offsets if not (prompt[0][1] and row < prompt[0][0])]
+    plan = BlendPlan((*segments, Segment(SegmentRole.QUESTION, (7, 8))), selector)
+    start = data.draw(st.integers(0, min(offsets)))
+    fresh = [row for row in fresh if row >= start]
+    selection = RowSelection(plan, 6, torch.device("cpu"), torch.tensor(fresh, dtype=torch.int64), start=start)
+    before = sorted(fresh + chosen_before)
+    assert selection.positions.tolist() == before
+    account = [(0, tuple(chosen_before))]
+    for layer, share in selector.shares(6):
+        assert selection.needs_deviation_at(layer)
+        deviation = data.draw(
+            st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), min_size=len(before), max_size=len(before))
+        )
+        of_row = dict(zip(before, deviation, strict=True))
+        ranked = sorted(chosen_before, key=lambda row: (heads is None or offsets[row] >= heads, -of_row[row], row))
+        always = sum(heads is not None and offsets[row] < heads for row in chosen_before)
+        count = max(always, min(len(chosen_before), round(share * len(offsets))))
+        keep = selection.narrow(layer, torch.tensor(deviation))
+        chosen_before = sorted(ranked[:count])
+        after = sorted(fresh + chosen_before)
+        assert keep.dtype is torch.bool
+        assert [row for row, goes_on in zip(before, keep.tolist(), strict=True) if goes_on] == after
+        assert selection.positions.dtype is torch.int64
+        assert selection.positions.tolist() == after
+        assert selection.chosen.tolist() == chosen_before
+        account.append((layer, tuple(chosen_before)))
+        before = after
+    assert selection.layer_rows == tuple(account)
+    assert [layer for layer in range(6) if selection.drops_at(layer)] == list(check_layers)
 
 
 @settings(max_examples=60, deadline=None)

@@ -115,6 +115,8 @@ def test_a_batch_is_its_parts_one_after_another(parts):
         assert batch.token_ids[where].tolist() == [int(part.prompt.token_ids[p]) for p in positions_of(part)]
         assert set(batch.prompt_index_cpu[where].tolist()) == {index}
     assert where.stop == len(batch)
+    assert batch.positions_cpu.tolist() == batch.positions.tolist()
+    assert batch.prompt_index.tolist() == batch.prompt_index_cpu.tolist()
 
 
 @settings(max_examples=100, deadline=None)
