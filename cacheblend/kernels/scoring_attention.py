@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from cacheblend.errors import BlendError
+from cacheblend.kernels.host_tables import on_device
 from cacheblend.kernels.layer_launch import Form, form_of
 from cacheblend.kernels.pages import PagedLayer
-from cacheblend.kernels.row_tiles import ASSUMED_PROCESSORS, TileConfig, tile_config
+from cacheblend.kernels.row_tiles import TileConfig, processors, tile_config
 from cacheblend.kernels.scoring_attention_torch import score_attention_torch
 
 PART_OVERHEAD_BLOCKS = 4
@@ -102,13 +103,17 @@ class ScoringPlan:
             attend=attend,
             tally=_tally_config(attend),
             # Every tile reaches one block of its own keys at least: no part of any is empty.
-            parts=_parts(tiles * kv_heads, blocks, _processors(device) * attend.resident, context_blocks + 1),
+            parts=_parts(tiles * kv_heads, blocks, processors(device) * attend.resident, context_blocks + 1),
         )
 
     @property
     def vectors(self) -> int:
         """Query vectors of one kv head: rows times the query heads that share it."""
         return self.rows * (self.heads // self.kv_heads)
+
+    def sizes(self, first_row: int = 0) -> tuple[int, int, int, int, int]:
+        """What the kernels read of a question: where it starts among the tensors' rows, rows, own, context, parts."""
+        return first_row, self.rows, self.own, self.context, self.parts
 
     @property
     def query_shape(self) -> tuple[int, int, int]:
@@ -119,6 +124,32 @@ class ScoringPlan:
     def own_shape(self) -> tuple[int, int, int]:
         """Of the own keys and values."""
         return self.own, self.kv_heads, self.head_dim
+
+
+class ScoringRoom(NamedTuple):
+    """The most that launches are made for.
+
+    Attributes:
+        vectors: query vectors of one kv head.
+        partial: query vectors times parts: partial results of one kv head.
+        programs: tiles of query vectors times parts: programs of one kv head that attend.
+        context: keys in the pages.
+    """
+
+    vectors: int
+    partial: int
+    programs: int
+    context: int
+
+    @classmethod
+    def of(cls, plan: ScoringPlan) -> ScoringRoom:
+        """Room for one question alone."""
+        tiles = -(-plan.vectors // plan.attend.block_m)
+        return cls(plan.vectors, plan.vectors * plan.parts, tiles * plan.parts, plan.context)
+
+    def holds(self, plan: ScoringPlan) -> bool:
+        """Whether a question fits."""
+        return all(own <= most for own, most in zip(ScoringRoom.of(plan), self, strict=True))
 
 
 def _tally_config(attend: TileConfig) -> TileConfig:
@@ -136,12 +167,6 @@ def _parts(programs: int, blocks: int, resident: int, most: int) -> int:
         return -(-programs * parts // resident) * (-(-blocks // parts) + PART_OVERHEAD_BLOCKS)
 
     return min(range(1, min(most, MOST_PARTS) + 1), key=took)
-
-
-def _processors(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return ASSUMED_PROCESSORS
 
 
 class ScoringPass:
@@ -193,7 +218,8 @@ class ScoringPass:
                 # Here, for triton is not installed where there is no GPU.
                 from cacheblend.kernels.scoring_attention_triton import ScoringLaunches
 
-                self._launches = ScoringLaunches(query, own_keys, own_values, *rest)
+                sizes = on_device(torch.tensor(self._plan.sizes(), dtype=torch.int32), query.device)
+                self._launches = ScoringLaunches(query, own_keys, own_values, *rest, sizes)
             self._form = form
         if self._launches is not None:
             self._launches(query, own_keys, own_values, layer, out, tally)

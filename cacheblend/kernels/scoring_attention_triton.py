@@ -8,6 +8,9 @@ each key is read once for all of them. Keys are counted in blocks, first those o
 2. The parts are merged in key order into the output, and into each vector's maximum and inverse denominator.
 3. A program takes one block of the context's keys, recomputes every query vector's weight on them from those two, and
    adds them up. It alone writes its part of the mass, in one order: repeated calls give the same bits.
+
+How many rows, keys and parts there are is read from the device: a CUDA graph of launches with room for more serves
+every question that fits, and gives the bits of launches of its own.
 """
 
 # Kernels take pointers and numbers that only Triton types.
@@ -23,9 +26,11 @@ import triton.language as tl
 
 from cacheblend.kernels.layer_launch import LayerLaunch
 from cacheblend.kernels.pages import PagedLayer
-from cacheblend.kernels.scoring_attention import ScoringPlan
+from cacheblend.kernels.scoring_attention import ScoringPlan, ScoringRoom
 
 MERGE_VECTORS = 16
+MOST_TALLYING = 128
+"""Programs of a kv head that tally; with more blocks of keys each takes several."""
 
 # Finite, so that a part in which a vector sees no key yields a weight of 0 when merged, and never a NaN.
 _UNSEEN = tl.constexpr(-1.0e30)
@@ -129,8 +134,8 @@ def _attend_own(
     return total, peak, weighted
 
 
-# Sizes differ from request to request, and where a table or a row begins: none of them shall compile a kernel again.
-_VARYING = ["vectors", "own", "context", "parts", "table", "mass", "mass_stride"]
+# Where a table or a row begins differs from request to request: none of them shall compile a kernel again.
+_VARYING = ["table", "sizes", "mass", "mass_stride"]
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -143,9 +148,7 @@ def _attend_kernel(
     sums,
     stats,
     table,
-    vectors,
-    own,
-    context,
+    sizes,
     log2_scale,
     query_row_stride,
     query_head_stride,
@@ -163,8 +166,17 @@ def _attend_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    kv_heads, parts = tl.num_programs(1), tl.num_programs(2)
+    first_row, rows, own = tl.load(sizes).to(tl.int64), tl.load(sizes + 1), tl.load(sizes + 2)
+    context, parts = tl.load(sizes + 3), tl.load(sizes + 4)
+    vectors = rows * GROUP
+    tiles = tl.maximum(tl.cdiv(vectors, BLOCK_M), 1)
+    tile, part = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    if part >= parts:
+        return
+    kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
+    query += first_row * query_row_stride
+    own_keys += first_row * own_key_stride
+    own_values += first_row * own_value_stride
     vector = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     used = vector < vectors
@@ -172,9 +184,9 @@ def _attend_kernel(
     offsets = row.to(tl.int64) * query_row_stride + (kv_head * GROUP + vector % GROUP) * query_head_stride
     q = _vectors(query, offsets[:, None] + dims[None, :], used, dims, HEAD_DIM, BLOCK_D, True)
     # Vectors beyond the last stand where it stands.
-    places = own - vectors // GROUP + tl.minimum(row, vectors // GROUP - 1)
+    places = own - rows + tl.minimum(row, rows - 1)
 
-    reach = own - vectors // GROUP + tl.minimum(tile * BLOCK_M + BLOCK_M - 1, vectors - 1) // GROUP + 1
+    reach = own - rows + tl.minimum(tile * BLOCK_M + BLOCK_M - 1, vectors - 1) // GROUP + 1
     context_blocks = tl.cdiv(context, BLOCK_N)
     blocks = context_blocks + tl.cdiv(reach, BLOCK_N)
     first = blocks * part // parts
@@ -219,13 +231,15 @@ def _merge_kernel(
     out,
     sums,
     stats,
-    vectors,
-    parts,
+    sizes,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MERGE_M: tl.constexpr,
 ):
+    first_row, vectors, parts = tl.load(sizes).to(tl.int64), tl.load(sizes + 1) * GROUP, tl.load(sizes + 4)
+    if tl.program_id(0) * MERGE_M >= vectors:
+        return
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
     vector = tl.program_id(0) * MERGE_M + tl.arange(0, MERGE_M)
     dims = tl.arange(0, BLOCK_D)
@@ -252,7 +266,7 @@ def _merge_kernel(
     tl.store(peaks + parts * plane, peak, mask=used)
     tl.store(totals + parts * plane, 1.0 / total, mask=used)
     head = kv_head * GROUP + vector % GROUP
-    out_at = out + ((vector // GROUP).to(tl.int64) * (kv_heads * GROUP) + head) * HEAD_DIM
+    out_at = out + ((first_row + vector // GROUP) * (kv_heads * GROUP) + head) * HEAD_DIM
     tl.store(out_at[:, None] + dims[None, :], (weighted / total[:, None]).to(out.dtype.element_ty), mask=filled)
 
 
@@ -263,9 +277,7 @@ def _tally_kernel(
     mass,
     stats,
     table,
-    vectors,
-    context,
-    parts,
+    sizes,
     log2_scale,
     query_row_stride,
     query_head_stride,
@@ -280,45 +292,51 @@ def _tally_kernel(
     BLOCK_VECTORS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
+    first_row, vectors = tl.load(sizes).to(tl.int64), tl.load(sizes + 1) * GROUP
+    context, parts = tl.load(sizes + 3), tl.load(sizes + 4)
     kv_head = tl.program_id(1)
-    at = tl.program_id(0) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
-    live = at < context
     dims = tl.arange(0, BLOCK_D)
-    offsets = _page_offsets(at, live, table, block_stride, slot_stride, dims, BLOCK_SIZE, True)
-    key = _vectors(keys + kv_head.to(tl.int64) * kv_head_stride, offsets, live, dims, HEAD_DIM, BLOCK_D, True)
-    query += kv_head.to(tl.int64) * GROUP * query_head_stride
+    keys += kv_head.to(tl.int64) * kv_head_stride
+    query += first_row * query_row_stride + kv_head.to(tl.int64) * GROUP * query_head_stride
+    mass += kv_head.to(tl.int64) * mass_stride
     plane = tl.num_programs(1).to(tl.int64) * vectors
     peaks = stats + parts * plane + kv_head * vectors
     shares = peaks + (parts + 1) * plane
 
-    paid = tl.zeros([BLOCK_KEYS], tl.float32)
-    for start in range(0, vectors, BLOCK_VECTORS):
-        vector = start + tl.arange(0, BLOCK_VECTORS)
-        used = vector < vectors
-        row_offsets = (vector // GROUP).to(tl.int64) * query_row_stride + vector % GROUP * query_head_stride
-        q = _vectors(query, row_offsets[:, None] + dims[None, :], used, dims, HEAD_DIM, BLOCK_D, True)
-        peak = tl.load(peaks + vector, mask=used, other=0.0)
-        share = tl.load(shares + vector, mask=used, other=0.0)
-        products = tl.dot(key, tl.trans(q), input_precision="ieee")
-        # The maximum goes off before the denominator comes in: one difference of large numbers, exact where it counts.
-        paid += tl.sum(tl.exp2(products * log2_scale - peak[None, :]) * share[None, :], 1)
-
-    mass += kv_head.to(tl.int64) * mass_stride
-    tl.store(mass + at, tl.load(mass + at, mask=live, other=0.0) + paid, mask=live)
+    for first_key in range(tl.program_id(0) * BLOCK_KEYS, context, tl.num_programs(0) * BLOCK_KEYS):
+        at = first_key + tl.arange(0, BLOCK_KEYS)
+        live = at < context
+        offsets = _page_offsets(at, live, table, block_stride, slot_stride, dims, BLOCK_SIZE, True)
+        key = _vectors(keys, offsets, live, dims, HEAD_DIM, BLOCK_D, True)
+        paid = tl.zeros([BLOCK_KEYS], tl.float32)
+        for start in range(0, vectors, BLOCK_VECTORS):
+            vector = start + tl.arange(0, BLOCK_VECTORS)
+            used = vector < vectors
+            row_offsets = (vector // GROUP).to(tl.int64) * query_row_stride + vector % GROUP * query_head_stride
+            q = _vectors(query, row_offsets[:, None] + dims[None, :], used, dims, HEAD_DIM, BLOCK_D, True)
+            peak = tl.load(peaks + vector, mask=used, other=0.0)
+            share = tl.load(shares + vector, mask=used, other=0.0)
+            products = tl.dot(key, tl.trans(q), input_precision="ieee")
+            # The maximum goes off before the denominator comes in: one difference of large numbers, exact where it
+            # counts.
+            paid += tl.sum(tl.exp2(products * log2_scale - peak[None, :]) * share[None, :], 1)
+        tl.store(mass + at, tl.load(mass + at, mask=live, other=0.0) + paid, mask=live)
 
 
 class ScoringLaunches:
     """The kernels for layers whose tensors have one form; the tally only where there is a context.
 
     Args:
-        query: [rows, heads, head_dim], last stride 1; at least one row.
-        own_keys: [own, kv_heads, head_dim], last stride 1.
+        query: [.., heads, head_dim], last stride 1; the question's rows and perhaps others.
+        own_keys: [.., kv_heads, head_dim], last stride 1.
         own_values: as `own_keys`, with strides of its own.
         layer: paged keys and values.
         block_table: [max_blocks] int32.
         scale: factor on the scores, above 0.
-        mass: [kv_heads, context] float32, last stride 1; what is added to in place.
-        plan: made for these sizes, on the query's device.
+        mass: [kv_heads, context or more] float32, last stride 1; what is added to in place.
+        plan: of the question, or of one for its heads and block sizes alone.
+        sizes: [5] int32 on the device, `ScoringPlan.sizes` of the question; read by each launch.
+        room: the most that `sizes` may say; the question's own by default.
     """
 
     def __init__(
@@ -331,34 +349,37 @@ class ScoringLaunches:
         scale: float,
         mass: torch.Tensor,
         plan: ScoringPlan,
+        sizes: torch.Tensor,
+        room: ScoringRoom | None = None,
     ) -> None:
-        kv_heads, vectors, parts, dim = plan.kv_heads, plan.vectors, plan.parts, plan.head_dim
+        room = room or ScoringRoom.of(plan)
+        kv_heads, dim = plan.kv_heads, plan.head_dim
         attend, tally = plan.attend, plan.tally
         shape = (plan.heads // kv_heads, dim, max(16, triton.next_power_of_2(dim)))
         log2_scale = scale * math.log2(math.e)
         strides = query.stride()[:2]
         page_strides = layer.keys.stride()[:3]
-        sums = torch.empty((parts, kv_heads, vectors, dim), dtype=torch.float32, device=query.device)
+        sums = torch.empty(room.partial * kv_heads * dim, dtype=torch.float32, device=query.device)
         # Maxima of every part and of the whole, then denominators of every part and the inverse one of the whole.
-        stats = torch.empty((2 * (parts + 1), kv_heads, vectors), dtype=torch.float32, device=query.device)
+        stats = torch.empty(2 * (room.partial + room.vectors) * kv_heads, dtype=torch.float32, device=query.device)
         self._attend = LayerLaunch(
-            _attend_kernel, (triton.cdiv(vectors, attend.block_m), kv_heads, parts),
-            sums, stats, block_table, vectors, plan.own, plan.context, log2_scale,
+            _attend_kernel, (room.programs, kv_heads, 1),
+            sums, stats, block_table, sizes, log2_scale,
             *strides, *own_keys.stride()[:2], *own_values.stride()[:2], *page_strides,
             *shape, attend.block_m, attend.block_n, layer.block_size,
             num_warps=attend.num_warps, num_stages=attend.num_stages, maxnreg=attend.max_registers,
         )  # fmt: skip
         self._merge = LayerLaunch(
-            _merge_kernel, (triton.cdiv(vectors, MERGE_VECTORS), kv_heads, 1),
-            sums, stats, vectors, parts, *shape, MERGE_VECTORS,
+            _merge_kernel, (triton.cdiv(room.vectors, MERGE_VECTORS), kv_heads, 1),
+            sums, stats, sizes, *shape, MERGE_VECTORS,
         )  # fmt: skip
         self._tally = LayerLaunch(
-            _tally_kernel, (triton.cdiv(plan.context, tally.block_m), kv_heads, 1),
-            mass, stats, block_table, vectors, plan.context, parts, log2_scale,
+            _tally_kernel, (min(triton.cdiv(room.context, tally.block_m), MOST_TALLYING), kv_heads, 1),
+            mass, stats, block_table, sizes, log2_scale,
             *strides, *page_strides, mass.stride(0), *shape, tally.block_m, tally.block_n, layer.block_size,
             num_warps=tally.num_warps, num_stages=tally.num_stages,
         )  # fmt: skip
-        self._context = plan.context
+        self._context = room.context
 
     def __call__(
         self,

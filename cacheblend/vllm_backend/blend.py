@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 
+import numpy as np
 import torch
 
 from cacheblend.kernels.host_tables import on_device
@@ -66,11 +67,11 @@ class _Prompt:
     def fresh(self) -> torch.Tensor:
         """[n] int64 fresh rows that are still to be computed."""
         ranges = [
-            torch.arange(max(span.start, self.order.start), min(span.end, self.order.end))
+            np.arange(max(span.start, self.order.start), min(span.end, self.order.end))
             for span in self.plan.spans[:-1]
             if not span.segment.reused and span.end > self.order.start and span.start < self.order.end
         ]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
+        return torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *ranges]))
 
     def placed(self) -> list[PlacedSpan]:
         """The reused spans, those in the pages already left out."""
@@ -228,9 +229,10 @@ class BlendBatch:
             members = [prompts[index] for index, _ in piece]
             tallies = [prompt.tally for prompt in members if prompt.tally is not None]
             with times.stage("score"):
-                attention = ScoringAttention(rows, tallies, first_tallied_layer(self.forward.num_layers))
-                hidden = self.forward.embed(rows)
-                self.forward.run(0, self.forward.num_layers, hidden, rows, attention, place, attend_last=True)
+                if len(piece) > 1 or not self.forward.run_few(piece[0][1], tallies[0], place):
+                    attention = ScoringAttention(rows, tallies, first_tallied_layer(self.forward.num_layers))
+                    hidden = self.forward.embed(rows)
+                    self.forward.run(0, self.forward.num_layers, hidden, rows, attention, place, attend_last=True)
             yield len(rows)
 
     def _recompute(
@@ -258,12 +260,14 @@ class BlendBatch:
             alone = list(drifting.values())
             for piece in slices(_rows(prompts), self.most_rows, together):
                 rows = RowBatch([part for _, part in piece], self.forward.device)
+                whole = last - first == layers and len(piece) == 1 and not drifting
                 with times.stage("recompute"):
-                    entering = (
-                        self.forward.embed(rows) if hidden is None else hidden.take(slice(done, done + len(rows)))
-                    )
-                    attention, drift = self.forward.attention(rows), self._drift(drifting, piece, alone)
-                    kept.append(self.forward.run(first, last, entering, rows, attention, place, drift=drift))
+                    if not whole or not self.forward.run_few(piece[0][1], None, place):
+                        entering = (
+                            self.forward.embed(rows) if hidden is None else hidden.take(slice(done, done + len(rows)))
+                        )
+                        attention, drift = self.forward.attention(rows), self._drift(drifting, piece, alone)
+                        kept.append(self.forward.run(first, last, entering, rows, attention, place, drift=drift))
                 alone = []
                 done += len(rows)
                 yield len(rows) * (last - first) / layers
@@ -313,14 +317,14 @@ class BlendBatch:
         deviations = self._deviations(layer, hidden, prompts)
         kept = []
         for prompt in prompts:
-            assert prompt.rows is not None
-            keep = torch.ones(len(prompt.rows.positions), dtype=torch.bool)
             if prompt.selection is not None and prompt.selection.drops_at(layer):
-                keep = prompt.selection.narrow(layer, deviations.get(prompt.order.request_id))
+                keep = prompt.selection.narrow(layer, deviations.get(prompt.order.request_id)).numpy()
                 prompt.rows = PromptRows(prompt.pages, prompt.selection.positions)
+            else:
+                keep = np.ones(len(prompt.positions), dtype=bool)
             kept.append(keep)
         # As indices: what a mask marks would have to be counted on the device, and waited for.
-        going_on = torch.cat(kept).nonzero().flatten()
+        going_on = torch.from_numpy(np.flatnonzero(np.concatenate(kept)))
         return hidden.take(on_device(going_on, self.forward.device))
 
     def _deviations(self, layer: int, hidden: Hidden, prompts: Sequence[_Prompt]) -> dict[str, torch.Tensor]:
@@ -350,7 +354,9 @@ class BlendBatch:
                 else:
                     found.append(squared_distance(new, pages.read(rows.slots)))
                 first += len(rows)
-        deviations = self.ranks.sum(torch.cat(found)).cpu() if found else torch.empty(0)
+        deviations = torch.empty(0)
+        if found:
+            deviations = self.ranks.sum(found[0] if len(found) == 1 else torch.cat(found)).cpu()
         return dict(zip(lengths, deviations.split(list(lengths.values())), strict=True))
 
 

@@ -18,13 +18,18 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from cacheblend.errors import UnsupportedModelError
 from cacheblend.kernels.place_rows import LayersPages
+from cacheblend.selectors.query import first_tallied_layer
 from cacheblend.vllm_backend.attention import LayerRows, PassAttention, RowsAttention, RunsAttention
 from cacheblend.vllm_backend.drift import PassDrift
 from cacheblend.vllm_backend.eager import eager_kernels
 from cacheblend.vllm_backend.hidden import Hidden
 from cacheblend.vllm_backend.layer_graphs import LayerGraphs, RowsGraph
 from cacheblend.vllm_backend.pages import LayerPages, PageLayout, layers_pages
-from cacheblend.vllm_backend.rows import RowBatch
+from cacheblend.vllm_backend.pass_graphs import PASS_SIZES, PassGraphs
+from cacheblend.vllm_backend.pass_layers import PassLayers, Stack
+from cacheblend.vllm_backend.pass_tables import Heads, PassTables
+from cacheblend.vllm_backend.rows import PromptRows, RowBatch
+from cacheblend.vllm_backend.scoring import QuestionTally
 
 
 class _AttentionReached(Exception):
@@ -86,7 +91,13 @@ class LayersForward:
             raise UnsupportedModelError("The pages of this backend are packed; use `attention: runs`.")
         self.kernel = kernel
         self._builder = self._make_builder(kv_cache_config)
-        self._graphs = self._capture_graphs(graph_rows) if self._can_replay and graph_rows else None
+        self._graphs: LayerGraphs | None = None
+        self._pass_graphs: PassGraphs | None = None
+        if self._can_replay and graph_rows:
+            with self._layer_context(graph_rows, None, None), eager_kernels(self.device):
+                self._graphs = self._capture_layers(graph_rows)
+                if graph_rows >= PASS_SIZES[0]:
+                    self._pass_graphs = self._capture_passes(graph_rows, self._graphs.pool)
 
     @property
     def _can_replay(self) -> bool:
@@ -157,6 +168,19 @@ class LayersForward:
                     hidden = Hidden(*self._layers[index](rows.positions, hidden.states, hidden.residual))
         return hidden
 
+    def run_few(self, rows: PromptRows, tally: QuestionTally | None, before_layer: Callable[[int], None]) -> bool:
+        """All layers at once over few rows of one prompt, where that can be done without waiting for Python.
+
+        Args:
+            rows: the prompt's KV must be in its pages for every earlier position of these.
+            tally: of the question, if its rows come last: what they pay is added to it, and their KV goes to no page.
+            before_layer: called with the index of each layer, or only of some, before it runs.
+
+        Returns:
+            Whether it was done.
+        """
+        return self._pass_graphs is not None and self._pass_graphs.run(rows, tally, before_layer)
+
     def keys_values(self, index: int, hidden: Hidden, rows: RowBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Only the rows' keys (rotated) and values of layer `index`, each [rows, kv_heads, head_dim].
 
@@ -205,11 +229,20 @@ class LayersForward:
             layer.after.replay()
         return graph.layers[last - 1].leaving.take(slice(0, count)).copy()
 
-    def _capture_graphs(self, most_rows: int) -> LayerGraphs:
+    def _capture_layers(self, most_rows: int) -> LayerGraphs:
         hidden_size = self._config.model_config.get_hidden_size()
         graphs = LayerGraphs(self._layers, self._attention, hidden_size, most_rows, self.dtype, self.device)
-        with self._layer_context(most_rows, None, None), eager_kernels(self.device):
-            graphs.capture()
+        graphs.capture()
+        return graphs
+
+    def _capture_passes(self, most_rows: int, pool: Any) -> PassGraphs:
+        heads = Heads(self._attention[0].num_heads, self.kv_heads, self.head_dim, self.dtype)
+        largest = max(size for size in PASS_SIZES if size <= most_rows)
+        tables = PassTables(heads, largest, self._config.model_config.max_model_len, self.block_size, self.device)
+        embed, tallied = self._model.embed_input_ids, first_tallied_layer(self.num_layers)
+        stack = Stack(embed, self._layers, self._attention, self.pages, tallied)
+        graphs = PassGraphs(PassLayers(stack, tables, self.device), tables, pool, self.device)
+        graphs.capture()
         return graphs
 
     def _stop_at_attention(self, index: int, hidden: Hidden, rows: RowBatch) -> tuple[torch.Tensor, torch.Tensor]:

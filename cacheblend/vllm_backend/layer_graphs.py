@@ -82,6 +82,9 @@ class LayerGraphs:
         most_rows: the largest pass that is to be replayed.
         dtype: of the hidden states.
         device: a GPU.
+
+    Attributes:
+        pool: of the graphs' memory.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class LayerGraphs:
         self._embedded = torch.zeros(largest, hidden_size, dtype=dtype, device=device)
         self._attended = torch.zeros(largest, width, dtype=dtype, device=device)
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self.pool = torch.cuda.graph_pool_handle()
 
     def capture(self) -> None:
         """Capture every size, the largest first so that the others fit into its memory. Call it once.
@@ -112,7 +115,7 @@ class LayerGraphs:
         """
         torch.cuda.synchronize(self._device)
         stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(stream), _no_collection():
+        with torch.cuda.stream(stream), no_collection():
             for rows in reversed(self._sizes):
                 self._warm_up(rows)
                 self._graphs.insert(0, self._capture_rows(rows))
@@ -127,7 +130,7 @@ class LayerGraphs:
         attended = self._attended[:rows]
         hidden = Hidden(self._embedded[:rows], None)
         for layer, module in zip(self._layers[:2], self._attention, strict=False):
-            with _attending(module, lambda *_: attended):
+            with attending(module, lambda *_: attended):
                 hidden = Hidden(*layer(self._positions[:rows], hidden.states, hidden.residual))
         torch.cuda.current_stream(self._device).synchronize()
 
@@ -149,23 +152,24 @@ class LayerGraphs:
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
             before.capture_end()
             found.extend((query, key, value))
-            self._begin(after)
+            begin_capture(after, self.pool)
             return attended
 
-        with _attending(module, attend):
-            self._begin(before)
+        with attending(module, attend):
+            begin_capture(before, self.pool)
             leaving = Hidden(*layer(positions, hidden.states, hidden.residual))
             after.capture_end()
         query, key, value = (weak_ref_tensor(t).view(len(positions), -1, module.head_size) for t in found)
         return LayerGraph(before, after, _weak(hidden), query, key, value, _weak(leaving)), leaving
 
-    def _begin(self, graph: torch.cuda.CUDAGraph) -> None:
-        # Other threads (of the store, of the engine) may use the device meanwhile.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+def begin_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """Capture what this thread does from here on; other threads (of the store, of the engine) may use the device."""
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """No garbage is collected meanwhile: what it frees on the device would break a capture."""
     gc.collect()
     enabled = gc.isenabled()
@@ -184,7 +188,7 @@ def _weak(hidden: Hidden) -> Hidden:
 
 
 @contextmanager
-def _attending(module: Any, attend: Any) -> Iterator[None]:
+def attending(module: Any, attend: Any) -> Iterator[None]:
     """While it lasts, calling the attention module calls `attend`."""
     module.forward = attend
     try:

@@ -6,6 +6,7 @@ The question's own KV goes to no page, for its pages are the engine's to fill la
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -38,8 +39,11 @@ class QuestionTally:
         self.end = end
         self.mass = torch.zeros(kv_heads, start, dtype=torch.float32, device=device)
         self._own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._table = on_device(prompt.block_ids.to(torch.int32), device)
         self._slots: torch.Tensor | None = None
+
+    @cached_property
+    def _table(self) -> torch.Tensor:
+        return on_device(self.prompt.block_ids.to(torch.int32), self.mass.device)
 
     def own(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, more_to_come: bool

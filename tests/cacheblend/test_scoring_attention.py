@@ -20,7 +20,7 @@ from triton_interpreter import interpreted_results
 from cacheblend.errors import BlendError
 from cacheblend.kernels.pages import PagedLayer
 from cacheblend.kernels.row_tiles import TileConfig
-from cacheblend.kernels.scoring_attention import ScoringPass, ScoringPlan, scoring_attention
+from cacheblend.kernels.scoring_attention import ScoringPass, ScoringPlan, ScoringRoom, scoring_attention
 
 LAYOUTS = ("stacked", "packed", "apart")
 
@@ -211,23 +211,55 @@ def kernel_cases():
     }
 
 
-def interpret_the_kernels() -> dict[str, tuple[float, float, bool]]:
-    """Run in a process whose triton interprets: errors of output and mass, and whether a second call gave the same."""
+def interpret_the_kernels() -> dict[str, tuple[float, float, bool, bool]]:
+    """Run in a process whose triton interprets: errors of output and mass, and whether others gave the same bits.
+
+    The others are a second call, and launches with room for more.
+    """
     from cacheblend.kernels.scoring_attention_triton import ScoringLaunches
 
     found = {}
     for name, (case, changes) in kernel_cases().items():
         plan = replace(case.plan, **changes)
         tally = case.no_mass()
-        launches, tensors = ScoringLaunches(*case.arguments(tally, plan)), case.arguments(tally)[:4]
+        sizes = torch.tensor(plan.sizes(), dtype=torch.int32)
+        launches, tensors = ScoringLaunches(*case.arguments(tally, plan), sizes), case.arguments(tally)[:4]
         got, again = torch.full((2, *plan.query_shape), torch.nan, dtype=plan.dtype)
         launches(*tensors, got)
         once = tally.clone()
         launches(*tensors, again)
         same = torch.equal(got, again) and torch.equal(tally, 2 * once)
         out, mass = case.exact()
-        found[name] = (worst_row(got, out), mass_error(once, mass), same)
+        roomy = all(map(torch.equal, launched_with_room(case, plan), (got, once)))
+        found[name] = (worst_row(got, out), mass_error(once, mass), same, roomy)
     return found
+
+
+def launched_with_room(case: ScoringCase, plan: ScoringPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and mass by launches made for more of everything, with other rows before and behind the question's."""
+    from cacheblend.kernels.scoring_attention_triton import ScoringLaunches
+
+    first, own = 3, ScoringRoom.of(plan)
+    room = ScoringRoom(2 * own.vectors + 7, 2 * own.partial + 9, 2 * own.programs + 5, own.context + 70)
+    assert room.holds(plan)
+    assert not own.holds(replace(plan, rows=plan.rows + 40, own=plan.own + 40))
+    sizes = torch.tensor(plan.sizes(first), dtype=torch.int32)
+    around = [rows_among_others(t, first) for t in (case.query, case.own_keys, case.own_values)]
+    mass = torch.zeros(plan.kv_heads, room.context)
+    launches = ScoringLaunches(*around, case.layer, case.block_table, case.scale, mass, plan, sizes, room)
+    out = torch.full_like(around[0], torch.nan)
+    launches(*around, case.layer, out)
+    rows, more = slice(first, first + plan.rows), mass[:, plan.context :]
+    assert not more.any()
+    assert out[:first].isnan().all()
+    assert out[rows.stop :].isnan().all()
+    return out[rows], mass[:, : plan.context]
+
+
+def rows_among_others(rows: torch.Tensor, first: int) -> torch.Tensor:
+    """`rows` behind `first` others and before two, which are not numbers."""
+    others = torch.full((first + 2, *rows.shape[1:]), torch.nan, dtype=rows.dtype)
+    return torch.cat([others[:first], rows, others[first:]])
 
 
 if importlib.util.find_spec("triton"):
@@ -237,12 +269,13 @@ if importlib.util.find_spec("triton"):
         return interpreted_results(__file__)
 
     @pytest.mark.parametrize("name", kernel_cases())
-    def test_the_kernels_give_the_exact_output_and_mass_and_the_same_again(interpreted, name):
-        error, of_mass, same = interpreted[name]
+    def test_the_kernels_give_the_exact_output_and_mass_and_the_same_again_also_with_room_for_more(interpreted, name):
+        error, of_mass, same, roomy = interpreted[name]
         assert error < (2e-3 if "float16" in name else 1e-5)
         # A product of hundreds is known to a few 1e-5 in float32, and so is its exponential.
         assert of_mass < (1e-4 if name == "sharp" else 1e-5)
         assert same
+        assert roomy
 
 
 if __name__ == "__main__":

@@ -21,12 +21,14 @@ from cacheblend.kernels.pages import PagedLayer
 from cacheblend.selectors import Selector, make_selector
 from cacheblend.selectors.deviation import DeviationSelector
 from cacheblend.selectors.given import GivenRowsSelector
+from cacheblend.selectors.query import first_tallied_layer
 from cacheblend.vllm_backend.attention import LayerRows, RowsAttention
 from cacheblend.vllm_backend.blend import BlendBatch
 from cacheblend.vllm_backend.hidden import Hidden
 from cacheblend.vllm_backend.messages import BlendDone, BlendOrder
 from cacheblend.vllm_backend.rotary import RotaryTables
-from cacheblend.vllm_backend.scoring import ScoringAttention
+from cacheblend.vllm_backend.rows import PromptRows, RowBatch
+from cacheblend.vllm_backend.scoring import QuestionTally, ScoringAttention
 from kvstore.chunk import ChunkKV
 from kvstore.errors import UnavailableReason
 from kvstore.key import ShardLayout
@@ -86,9 +88,10 @@ class Model:
     device, dtype = CPU, torch.float32
     num_layers, kv_heads, head_dim, block_size = LAYERS, 1, DIM, BLOCK
 
-    def __init__(self) -> None:
+    def __init__(self, few: int = 0) -> None:
         self.pages = [Pages() for _ in range(LAYERS)]
-        self.scoring_rows = self.recomputed_rows = self.compared = 0
+        self.scoring_rows = self.recomputed_rows = self.compared = self.passes_at_once = 0
+        self._few = few
 
     def attention(self, rows: Any) -> RowsAttention:
         return RowsAttention(rows)
@@ -103,6 +106,18 @@ class Model:
     def _keys_values(self, index: int, hidden: Hidden, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
         place = torch.cos(rows.positions[:, None] * 0.1 * (1.0 + torch.arange(DIM)))
         return (hidden.states + place)[:, None] * (1.0 + index), (hidden.states - place)[:, None]
+
+    def run_few(self, part: PromptRows, tally: QuestionTally | None, before_layer: Any) -> bool:
+        if len(part.positions) > self._few:
+            return False
+        rows = RowBatch([part], CPU)
+        attention: Any = RowsAttention(rows)
+        if tally is not None:
+            assert part.positions[-1] + 1 == tally.end
+            attention = ScoringAttention(rows, [tally], first_tallied_layer(LAYERS))
+        self.run(0, LAYERS, self.embed(rows), rows, attention, before_layer, attend_last=True)
+        self.passes_at_once += 1
+        return True
 
     def run(self, first, last, hidden, rows, attention, before_layer=None, *, attend_last=False, drift=None) -> Hidden:
         assert drift is None
@@ -182,8 +197,8 @@ def order_of(selector: Selector | None, number: int = 0, start: int = 0) -> Blen
     return BlendOrder(str(number), plan_of(parts, selector, QUESTION), block_ids, start, LENGTH)
 
 
-def blend(store: ChunkStore, *orders: BlendOrder, most_rows: int = 100, **rank: Any) -> Blended:
-    model, ranks = Model(), Rank(**rank)
+def blend(store: ChunkStore, *orders: BlendOrder, most_rows: int = 100, few: int = 0, **rank: Any) -> Blended:
+    model, ranks = Model(few), Rank(**rank)
     for order in orders:
         # What a prefix cache holds of a prompt that was all computed.
         if order.start:
@@ -354,6 +369,24 @@ def test_a_prompt_without_rows_left_has_none_compared_beside_others(store):
     blended = blend(store, nothing, order_of(make_selector("deviation", 0.3, check_layers=(2,)), 1))
     assert blended.model.compared == 10 + LENGTH
     assert blended.account("0").rows == ()
+
+
+@pytest.mark.parametrize("start", [0, 4])
+@pytest.mark.parametrize("selector", [make_selector("none"), *OTHERS], ids=spec)
+def test_passes_of_few_rows_that_run_at_once_leave_what_layer_after_layer_leaves(store, selector, start):
+    orders = [order_of(selector, start=start)]
+    at_once, layered = blend(store, *orders, few=20), blend(store, *orders)
+    assert torch.equal(at_once.model.rows(orders[0]), layered.model.rows(orders[0]))
+    assert at_once.done == layered.done
+    expected = {"deviation": 0, "none": 1}.get(selector.name, 1 + ("query" in selector.name))
+    assert at_once.model.passes_at_once == expected
+
+
+def test_passes_of_several_prompts_do_not_run_at_once(store):
+    orders = [order_of(make_selector("query", 0.3), number) for number in range(2)]
+    blended = blend(store, *orders, few=50)
+    assert blended.model.passes_at_once == 0
+    assert blended.model.scoring_rows > 0
 
 
 def test_the_models_chunks_are_unlike_what_it_computes(store):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend.vllm_backend.placement import LAYERS_TOGETHER, layer_groups, ring_layers
+from cacheblend.vllm_backend.layer_groups import LAYERS_TOGETHER, layer_groups, ring_layers
 
 LAYERS = st.integers(1, 130)
 

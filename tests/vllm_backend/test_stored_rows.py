@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend.plan import Segment, SegmentRole, Span
-from cacheblend.vllm_backend.placement import PlacedSpan, ring_layers, stored_rows
+from cacheblend.vllm_backend.layer_groups import ring_layers
+from cacheblend.vllm_backend.placement import PlacedSpan, stored_rows
 from cacheblend.vllm_backend.rows import PromptPages
 from kvstore.chunk import ChunkKV
 from kvstore.key import ChunkIdentity

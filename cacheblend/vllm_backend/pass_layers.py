@@ -1,0 +1,152 @@
+"""A pass of few rows of one prompt through the model's layers, all that differs from pass to pass read from tables.
+
+The kernels, and how they divide the work, are those of any pass; only that they read from `PassTables` how much there
+is of it. So a CUDA graph may hold the pass (`pass_graphs.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cacheblend.kernels.pages import PagedLayer
+from cacheblend.kernels.row_tiles import RowTiles
+from cacheblend.vllm_backend.hidden import Hidden
+from cacheblend.vllm_backend.layer_graphs import attending
+from cacheblend.vllm_backend.pages import LayerPages
+from cacheblend.vllm_backend.pass_tables import PassTables
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """What a pass goes through.
+
+    Attributes:
+        embed: from [rows] int64 token ids to [rows, hidden].
+        layers: the model's decoder layers.
+        attention: the attention module of each.
+        pages: of each, strided views.
+        first_tallied: the first layer whose attention is tallied.
+    """
+
+    embed: Callable[[torch.Tensor], torch.Tensor]
+    layers: Sequence[Any]
+    attention: Sequence[Any]
+    pages: Sequence[LayerPages]
+    first_tallied: int
+
+
+class _LastAttended(Exception):
+    """Ends the last layer: nothing reads what leaves it."""
+
+
+class PassLayers:
+    """The layers, over the rows of `tables`.
+
+    Args:
+        stack: the model.
+        tables: what is read.
+        device: of the model.
+
+    Attributes:
+        mass: [kv_heads, positions] float32, what the question pays to each position before it is added to it.
+    """
+
+    def __init__(self, stack: Stack, tables: PassTables, device: torch.device) -> None:
+        self._stack = stack
+        self._tables = tables
+        self.mass = torch.zeros(tables.heads.kv, tables.room.context, dtype=torch.float32, device=device)
+        width = tables.heads.query * tables.heads.dim
+        self._attended = torch.zeros(tables.most_rows, width, dtype=tables.heads.dtype, device=device)
+        self._kernels: dict[object, _Kernels] = {}
+
+    @property
+    def count(self) -> int:
+        """Layers of the model."""
+        return len(self._stack.layers)
+
+    def run(self, layers: range, rows: int, hidden: Hidden | None) -> Hidden | None:
+        """Some layers, over the first rows of the tables.
+
+        Args:
+            layers: consecutive ones.
+            rows: how many, at least those that the tables tell of.
+            hidden: what enters the first of them; None before the model's first.
+
+        Returns:
+            What leaves the last of them; None behind the model's last, which ends with its attention.
+        """
+        stack, positions = self._stack, self._tables.positions[:rows]
+        if hidden is None:
+            hidden = Hidden(stack.embed(self._tables.token_ids[:rows]), None)
+        for index in layers:
+            try:
+                with attending(stack.attention[index], self._attend(index, rows)):
+                    hidden = Hidden(*stack.layers[index](positions, hidden.states, hidden.residual))
+            except _LastAttended:
+                return None
+        return hidden
+
+    def _attend(self, index: int, rows: int) -> Callable[..., torch.Tensor]:
+        """The attention of a layer over its pages, as the layer calls it."""
+        pages, module = self._stack.pages[index], self._stack.attention[index]
+        paged = pages.paged
+        assert paged is not None
+        attended = self._attended[:rows]
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+            query, key, value = (t.view(rows, -1, module.head_size) for t in (query, key, value))
+            pages.write(self._tables.slots[:rows], key, value)
+            out = attended.view(query.shape)
+            kernels = self._kernels_for(query, key, value, paged, module.impl.scale)
+            kernels.rows(query, paged, out)
+            kernels.question(query, key, value, paged, out, index >= self._stack.first_tallied)
+            if index == self.count - 1:
+                raise _LastAttended
+            return attended
+
+        return attend
+
+    def _kernels_for(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, paged: PagedLayer, scale: float
+    ) -> _Kernels:
+        """One set for all layers and sizes: only the number of rows differs, which the tables tell."""
+        form = (*((t.stride(), t.data_ptr() % 16) for t in (query, key, value, paged.keys, paged.values)), scale)
+        if form not in self._kernels:
+            self._kernels[form] = self._make_kernels(query, key, value, paged, scale)
+        return self._kernels[form]
+
+    def _make_kernels(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, paged: PagedLayer, scale: float
+    ) -> _Kernels:
+        # Here, for triton is not installed where there is no GPU.
+        from cacheblend.kernels.rows_attention_triton import RowsLaunches
+        from cacheblend.kernels.scoring_attention_triton import ScoringLaunches
+
+        tables = self._tables
+        tiles = RowTiles(
+            work=tables.work,
+            merges=tables.merges,
+            parts=len(tables.work),
+            rows=len(query),
+            requests=1,
+            reach=len(tables.block_table) * paged.block_size,
+            group=query.shape[1] // paged.kv_heads,
+            config=tables.config,
+        )
+        of_question = (paged, tables.block_table, scale, self.mass, tables.scoring, tables.sizes, tables.room)
+        return _Kernels(
+            RowsLaunches(query, paged, tables.block_table[None], tables.positions, scale, tiles),
+            ScoringLaunches(query, key, value, *of_question),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Kernels:
+    """The attention of the rows that do not ask, and of those that do."""
+
+    rows: Any
+    question: Any
