@@ -1,4 +1,4 @@
-"""Launching a Triton kernel once a layer without looking for its binary each time."""
+"""Launching a Triton kernel without looking for its binary each time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 Form = tuple[tuple[object, ...], ...]
+
+_binaries: dict[tuple[object, ...], Any] = {}
+"""What Triton found, by all that it looks at."""
 
 
 def form_of(*tensors: torch.Tensor) -> Form:
@@ -23,7 +26,8 @@ class LayerLaunch:
     """A kernel that is launched for one layer after another, where only some tensors change, and never their form.
 
     Triton's ordinary launch looks at every argument to find the binary that fits, which takes several times as long as
-    the launch itself. Here the first layer is launched that way, and the others with the binary that it found.
+    the launch itself. Here only the first of its kind in the process is launched that way, and all others with the
+    binary that it found; a layer's kind is looked at once for all layers of these.
 
     Args:
         kernel: a `triton.jit` function.
@@ -45,10 +49,33 @@ class LayerLaunch:
         Args:
             changing: the kernel's first arguments; on every call of the form (`form_of`) that they had on the first.
         """
-        if self._again is not None:
-            self._again(*changing, *self._fixed)
-            return
-        found = self._kernel[self._grid](*changing, *self._fixed, **self._options)
-        # Triton's interpreter compiles nothing that could be kept.
-        if found is not None:
-            self._again = found[self._grid]
+        if self._again is None:
+            kind = self._kind(changing)
+            if kind not in _binaries:
+                found = self._kernel[self._grid](*changing, *self._fixed, **self._options)
+                # Triton's interpreter compiles nothing that could be kept.
+                if found is not None:
+                    _binaries[kind] = found
+                return
+            self._again = _binaries[kind][self._grid]
+        self._again(*changing, *self._fixed)
+
+    def _kind(self, changing: tuple[torch.Tensor, ...]) -> tuple[object, ...]:
+        """All that Triton compiles for."""
+        arguments = (*changing, *self._fixed)
+        parameters = getattr(self._kernel, "params", ())
+        kinds = (
+            value if parameter.is_constexpr else _kind_of(value, parameter.do_not_specialize)
+            for parameter, value in zip(parameters, arguments, strict=False)
+        )
+        return (self._kernel, changing[0].device, *self._options.items(), *kinds)
+
+
+def _kind_of(value: Any, only_its_type: bool) -> object:
+    """What a binary depends on of an argument: its type and, in numbers and addresses, the divisors that are noted."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, only_its_type or value.data_ptr() % 16 == 0
+    if isinstance(value, int):
+        divisors = None if only_its_type else (value == 1, value % 16 == 0)
+        return divisors, value.bit_length() > 31
+    return type(value)

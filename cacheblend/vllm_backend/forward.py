@@ -31,6 +31,9 @@ from cacheblend.vllm_backend.pass_tables import Heads, PassTables
 from cacheblend.vllm_backend.rows import PromptRows, RowBatch
 from cacheblend.vllm_backend.scoring import QuestionTally
 
+LONG_RUN = 1024
+"""Rows of a run, on average, from which on the engine's own kernel is the faster one."""
+
 
 class _AttentionReached(Exception):
     """Ends a layer once its keys and values are known."""
@@ -116,8 +119,15 @@ class LayersForward:
         return torch.cuda.Stream(self.device)
 
     def attention(self, rows: RowBatch) -> PassAttention:
-        """The attention of a pass over `rows`."""
-        return RowsAttention(rows) if self.kernel == "rows" else RunsAttention(rows, self._builder)
+        """The attention of a pass over `rows`: our own but for long runs, where nothing is scattered."""
+        if self.kernel == "rows" and not self._runs_on(rows):
+            return RowsAttention(rows)
+        return RunsAttention(rows, self._builder)
+
+    def _runs_on(self, rows: RowBatch) -> bool:
+        """Whether the engine's own kernel is the faster one, in a pass that no graph takes."""
+        in_graph = self._graphs is not None and self._graphs.for_rows(len(rows)) is not None
+        return not in_graph and len(rows) >= LONG_RUN * len(rows.run_starts)
 
     def embed(self, rows: RowBatch) -> Hidden:
         """The rows' embeddings."""

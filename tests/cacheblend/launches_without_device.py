@@ -1,4 +1,4 @@
-"""A program: what Triton hands to a GPU's driver for three layers, by `LayerLaunch` and by itself.
+"""A program: what Triton hands to a GPU's driver for the layers of several passes, by `LayerLaunch` and by itself.
 
 Its compiler and launcher are real; the driver is a stand-in that writes down what it is handed.
 """
@@ -75,6 +75,8 @@ def scale_kernel(out, elements, table, factor, one, sixteen, rows, BLOCK: tl.con
 class Counted:
     """A kernel whose ordinary launches are counted."""
 
+    params = scale_kernel.params
+
     def __init__(self) -> None:
         self.launches = 0
 
@@ -86,16 +88,35 @@ class Counted:
 def main() -> None:
     """Launch both ways, and print what the driver was handed."""
     driver.set_active(Driver())
-    room, fixed = torch.zeros(4, 64), (torch.zeros(1), 3.5, 1, 16, 1, 32)
+    room, table = torch.zeros(4, 64), torch.zeros(1)
     kernel = Counted()
-    launch = LayerLaunch(kernel, (5, 2, 1), *fixed, num_warps=2)
-    for layer in room[:3]:
-        launch(layer, room[3])
+    looked_up, launches = [], passes(table)
+    for grid, fixed, warps in launches:
+        launch = LayerLaunch(kernel, grid, *fixed, num_warps=warps)
+        for layer in room[:3]:
+            launch(layer, room[3])
+        looked_up.append(kernel.launches)
     ours = launched.copy()
     launched.clear()
-    for layer in room[:3]:
-        scale_kernel[(5, 2, 1)](layer, room[3], *fixed, num_warps=2)
-    print(json.dumps([ours, launched, kernel.launches]))
+    for grid, fixed, warps in launches:
+        for layer in room[:3]:
+            scale_kernel[grid](layer, room[3], *fixed, num_warps=warps)
+    print(json.dumps([ours, launched, looked_up]))
+
+
+def passes(table: torch.Tensor) -> list[tuple[tuple[int, int, int], tuple[Any, ...], int]]:
+    """Grids, arguments and warps: the same kind again on another grid, then kinds that Triton compiles anew for."""
+    grid = (5, 2, 1)
+    return [
+        (grid, (table, 3.5, 1, 16, 1, 32), 2),
+        ((4, 1, 1), (table, 4.5, 1, 32, 7, 32), 2),
+        (grid, (table, 3.5, 3, 16, 1, 32), 2),
+        (grid, (table, 3.5, 1, 17, 1, 32), 2),
+        (grid, (table, 3.5, 1, 16, 1, 64), 2),
+        (grid, (table, 3.5, 1, 16, 1, 32), 4),
+        (grid, (table, 3.5, 1, 16, 1 << 33, 32), 4),
+        (grid, (table.double(), 3.5, 1, 16, 1, 32), 2),
+    ]
 
 
 if __name__ == "__main__":
