@@ -6,10 +6,14 @@ import ctypes
 import logging
 import os
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 
 logger = logging.getLogger(__name__)
+
+_HOST_TO_DEVICE = 1
 
 
 def clear_last_error() -> None:
@@ -27,6 +31,35 @@ def _get_last_error() -> Callable[[], object]:
     binding = getattr(torch.cuda.cudart(), "cudaGetLastError", None)
     if binding is not None:
         return binding
-    # The one that torch uses: another copy of the runtime has a last error of its own.
+    return _loaded_runtime().cudaGetLastError
+
+
+@cache
+def copy_to_device() -> Callable[[int, int, int, int], None] | None:
+    """A copy of page-locked memory that takes a tenth of the time that torch takes to ask for one.
+
+    Returns:
+        A function of (destination address on the current device, source address, bytes, CUDA stream), which raises
+        RuntimeError if CUDA refuses; None where the runtime cannot be reached. What it copies must live until the
+        stream has done it.
+    """
+    try:
+        copy = _loaded_runtime().cudaMemcpyAsync
+    except (OSError, AttributeError) as error:
+        logger.warning("chunks are copied by torch, which takes longer to ask: %s", error)
+        return None
+    copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    copy.restype = ctypes.c_int
+
+    def ask(destination: int, source: int, nbytes: int, stream: int) -> None:
+        error = copy(destination, source, nbytes, _HOST_TO_DEVICE, stream)
+        if error:
+            raise RuntimeError(f"CUDA refused to copy {nbytes} bytes to the GPU: error {error}.")
+
+    return ask
+
+
+def _loaded_runtime() -> Any:
+    """The one that torch uses: another copy of the runtime has a last error and streams of its own."""
     major = str(torch.version.cuda).partition(".")[0]
-    return ctypes.CDLL(f"libcudart.so.{major}", mode=os.RTLD_NOLOAD | os.RTLD_NOW).cudaGetLastError
+    return ctypes.CDLL(f"libcudart.so.{major}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)

@@ -29,7 +29,7 @@ took 1.20 times as long with 128 MiB and 1.07 with this."""
 SLICE_BYTES = 96 << 20
 """A slice costs the interpreter tens of microseconds, which decoding has to wait for; so a chunk of 640 tokens of an 8B
 model is one."""
-ADVANCE_S = 1e-3
+ADVANCE_S = 2e-3
 """Pause between two looks of the prefetcher's own thread; `BYTES_AHEAD` lasts for it."""
 LOOK_AGAIN_S = 2e-4
 """Pause between two looks of a thread that asked to wait."""

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from cacheblend.kernels.layer_launch import LayerLaunch
 from cacheblend.kernels.pages import PagedLayer
 
 MOST_ELEMENTS = 1024
@@ -67,9 +68,10 @@ def kv_deviation_triton(
     rows, kv_heads, dim = keys.shape
     out = torch.empty(rows, dtype=torch.float32, device=keys.device)
     if rows:
-        _deviation_kernel[(rows,)](
-            out, keys, values, layer.keys, layer.values, slots,
+        compare = LayerLaunch(
+            _deviation_kernel, (rows, 1, 1), keys, values, layer.keys, layer.values, slots,
             *keys.stride()[:2], *values.stride()[:2], *layer.keys.stride()[:3],
             kv_heads * dim, dim, layer.block_size, min(MOST_ELEMENTS, triton.next_power_of_2(kv_heads * dim)),
         )  # fmt: skip
+        compare(out)
     return out

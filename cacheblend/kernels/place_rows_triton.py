@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from cacheblend.kernels.layer_launch import LayerLaunch
 from cacheblend.kernels.place_rows import LayersPages, Rotations, StoredRows
 
 _ROWS = 16
@@ -91,8 +92,9 @@ def place_rows_triton(
     _, block_size, heads, head_dim = pages.keys.shape
     half = head_dim // 2
     count = len(rows.first)
-    _place[(triton.cdiv(count, _ROWS), heads, layers)](
-        buffer,
+    place = LayerLaunch(
+        _place,
+        (triton.cdiv(count, _ROWS), heads, layers),
         rows.first,
         rows.turn_step,
         rows.model_step,
@@ -117,3 +119,4 @@ def place_rows_triton(
         triton.next_power_of_2(half),
         _ROWS,
     )
+    place(buffer)
