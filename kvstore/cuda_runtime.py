@@ -54,6 +54,7 @@ def copy_to_device() -> Callable[[int, int, int, int], None] | None:
     def ask(destination: int, source: int, nbytes: int, stream: int) -> None:
         error = copy(destination, source, nbytes, _HOST_TO_DEVICE, stream)
         if error:
+            clear_last_error()
             raise RuntimeError(f"CUDA refused to copy {nbytes} bytes to the GPU: error {error}.")
 
     return ask

@@ -24,6 +24,8 @@ MAX_HEAD_DIM = 256
 REGISTERS_OF_A_PROCESSOR = 65536
 MAX_REGISTERS_OF_A_THREAD = 255
 WORK_FIELDS, MERGE_FIELDS = 6, 4
+NO_PART = -1
+"""In place of the index of a partial result, where an item is its whole tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,9 @@ def divide_rows(
         kv_heads: key/value heads.
         config: block sizes.
         processors: of the device.
+
+    Returns:
+        For `RowTiles`; the work is sorted.
     """
     work = [np.empty((0, WORK_FIELDS), dtype=np.int32)]
     merges = [np.empty((0, MERGE_FIELDS), dtype=np.int32)]
@@ -216,9 +221,15 @@ def divide_rows(
 
 
 def most_tiles(rows: int, group: int, kv_heads: int, config: TileConfig, processors: int) -> tuple[int, int]:
-    """The most work items, and the most cut tiles, of at most `rows` rows of one request; see `divide_rows`."""
+    """What at most `rows` rows of one request can be divided into; for the other arguments see `divide_rows`.
+
+    Returns:
+        The most work items, and the most tiles that are cut.
+    """
     tiles = -(-rows // (config.block_m // group))
-    return tiles + int(processors * config.resident / (BALANCE * kv_heads)), tiles
+    # A part is as long as its share and the balance say, less what rounding down to whole keys takes off.
+    parts = processors * config.resident / (BALANCE * kv_heads) * (1 + 1 / MIN_PART_KEYS)
+    return tiles + int(parts), tiles
 
 
 def processors(device: torch.device) -> int:
@@ -260,7 +271,7 @@ class _Tiles(NamedTuple):
         """[tiles, 6] int32, as `RowTiles.work`: no tile is cut."""
         items = np.empty((len(self.rows), WORK_FIELDS), dtype=np.int32)
         items[:, 0], items[:, 1], items[:, 2] = self.first_row, self.rows, self.request
-        items[:, 3], items[:, 4], items[:, 5] = 0, self.reach, -1
+        items[:, 3], items[:, 4], items[:, 5] = 0, self.reach, NO_PART
         return items
 
     def cut(self, counts: np.ndarray, block_n: int, first_part: int) -> np.ndarray:

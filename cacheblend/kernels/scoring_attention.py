@@ -112,7 +112,14 @@ class ScoringPlan:
         return self.rows * (self.heads // self.kv_heads)
 
     def sizes(self, first_row: int = 0) -> tuple[int, int, int, int, int]:
-        """What the kernels read of a question: where it starts among the tensors' rows, rows, own, context, parts."""
+        """[5] int32, what the kernels read of a question.
+
+        Args:
+            first_row: index of its first row in the tensors that it is read from and written to.
+
+        Returns:
+            `first_row`, then `rows`, `own`, `context` and `parts`.
+        """
         return first_row, self.rows, self.own, self.context, self.parts
 
     @property

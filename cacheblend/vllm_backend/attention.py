@@ -73,14 +73,14 @@ class RunsAttention:
         query_start = torch.cat([starts, torch.tensor([len(rows)])]).to(torch.int32)
         device = rows.device
         common = CommonAttentionMetadata(
-            query_start_loc=query_start.to(device),
+            query_start_loc=on_device(query_start, device),
             query_start_loc_cpu=query_start,
-            seq_lens=seq_lens.to(device),
+            seq_lens=on_device(seq_lens, device),
             num_reqs=len(starts),
             num_actual_tokens=len(rows),
             max_query_len=int(query_lens.max()),
             max_seq_len=int(seq_lens.max()),
-            block_table_tensor=rows.block_tables_cpu[rows.prompt_index_cpu[starts]].to(device),
+            block_table_tensor=on_device(rows.block_tables_cpu[rows.prompt_index_cpu[starts]], device),
             slot_mapping=rows.slots,
             causal=True,
             positions=rows.positions,

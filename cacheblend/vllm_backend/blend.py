@@ -260,20 +260,31 @@ class BlendBatch:
             alone = list(drifting.values())
             for piece in slices(_rows(prompts), self.most_rows, together):
                 rows = RowBatch([part for _, part in piece], self.forward.device)
-                whole = last - first == layers and len(piece) == 1 and not drifting
+                at_once = last - first == layers and len(piece) == 1 and not drifting
                 with times.stage("recompute"):
-                    if not whole or not self.forward.run_few(piece[0][1], None, place):
-                        entering = (
-                            self.forward.embed(rows) if hidden is None else hidden.take(slice(done, done + len(rows)))
-                        )
-                        attention, drift = self.forward.attention(rows), self._drift(drifting, piece, alone)
-                        kept.append(self.forward.run(first, last, entering, rows, attention, place, drift=drift))
+                    if not at_once or not self.forward.run_few(piece[0][1], None, place):
+                        drift = self._drift(drifting, piece, alone)
+                        entering = None if hidden is None else hidden.take(slice(done, done + len(rows)))
+                        kept.append(self._run(range(first, last), rows, entering, place, drift))
                 alone = []
                 done += len(rows)
                 yield len(rows) * (last - first) / layers
             if alone:
                 self._move_alone(range(first, last), alone, place)
             hidden = Hidden.join(kept) if kept and last < layers else None
+
+    def _run(
+        self,
+        layers: range,
+        rows: RowBatch,
+        hidden: Hidden | None,
+        place: Callable[[int], None],
+        drift: PassDrift | None,
+    ) -> Hidden:
+        """One pass, layer by layer; `hidden` enters the first of `layers`, None before the model's first."""
+        entering = self.forward.embed(rows) if hidden is None else hidden
+        attention = self.forward.attention(rows)
+        return self.forward.run(layers.start, layers.stop, entering, rows, attention, place, drift=drift)
 
     def _drift(
         self,

@@ -33,6 +33,8 @@ from cacheblend.vllm_backend.scoring import QuestionTally
 
 LONG_RUN = 1024
 """Rows of a run, on average, from which on the engine's own kernel is the faster one."""
+MEASURED_ON_RUNS = "FLASH_ATTN"
+"""The backend of which that is known."""
 
 
 class _AttentionReached(Exception):
@@ -51,7 +53,7 @@ class LayersForward:
         kv_cache_config: the engine's; one group of full attention.
         caches: the KV cache of each attention layer, by the layer's name.
         model: the loaded `*ForCausalLM`.
-        kernel: `runs` or `rows`; `auto` is `rows` on a GPU.
+        kernel: `runs` or `rows`; `auto` is `rows` on a GPU, but for long runs of one prompt under FlashAttention.
         graph_rows: the largest pass that replays CUDA graphs; 0 for none.
 
     Raises:
@@ -88,6 +90,7 @@ class LayersForward:
         self.head_dim: int = attention[0].head_size
         layout = PageLayout(attention[0], first, self.block_size)
         self.pages = [LayerPages(a, caches[n], layout) for a, n in zip(attention, self.names, strict=True)]
+        self._may_run_on = kernel == "auto" and attention[0].attn_backend.get_name() == MEASURED_ON_RUNS
         if kernel == "auto":
             kernel = "rows" if self.device.type == "cuda" and layout.strides is not None else "runs"
         if kernel == "rows" and layout.strides is None:
@@ -125,7 +128,9 @@ class LayersForward:
         return RunsAttention(rows, self._builder)
 
     def _runs_on(self, rows: RowBatch) -> bool:
-        """Whether the engine's own kernel is the faster one, in a pass that no graph takes."""
+        """Whether the engine's own kernel is the faster one: for long runs of one prompt that no graph takes."""
+        if not self._may_run_on or not self._can_replay or len(rows.parts) > 1:
+            return False
         in_graph = self._graphs is not None and self._graphs.for_rows(len(rows)) is not None
         return not in_graph and len(rows) >= LONG_RUN * len(rows.run_starts)
 

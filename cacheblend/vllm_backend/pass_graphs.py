@@ -20,7 +20,7 @@ from cacheblend.vllm_backend.pass_tables import PassTables
 from cacheblend.vllm_backend.rows import PromptRows
 from cacheblend.vllm_backend.scoring import QuestionTally
 
-PASS_SIZES = (32, 64, 96, 128, 192, 256)
+PASS_SIZES = (16, 32, 64, 96, 128, 192, 256)
 """Numbers of rows whose whole passes are captured, up to the setting `graph_rows`."""
 
 
@@ -88,7 +88,9 @@ class PassGraphs:
         for group in self._groups:
             graph = torch.cuda.CUDAGraph()
             begin_capture(graph, self._pool)
-            hidden = self._layers.run(range(group.first, group.first + group.layers), rows, hidden)
-            graph.capture_end()
+            try:
+                hidden = self._layers.run(range(group.first, group.first + group.layers), rows, hidden)
+            finally:
+                graph.capture_end()
             graphs.append(graph)
         return graphs

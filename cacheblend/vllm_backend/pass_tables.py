@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from cacheblend.kernels.host_tables import empty_table
-from cacheblend.kernels.row_tiles import MERGE_FIELDS, WORK_FIELDS, divide_rows, most_tiles, tile_config
+from cacheblend.kernels.row_tiles import MERGE_FIELDS, NO_PART, WORK_FIELDS, divide_rows, most_tiles, tile_config
 from cacheblend.kernels.row_tiles import processors as processors_of
 from cacheblend.kernels.scoring_attention import MOST_PARTS, ScoringPlan, ScoringRoom
 from cacheblend.vllm_backend.rows import NO_SLOT, PromptRows
@@ -17,8 +17,8 @@ from cacheblend.vllm_backend.scoring import QuestionTally
 
 PARTIAL_RESULTS = 8192
 """Partial results of a kv head that a question may leave: 64 rows of four heads each in 32 parts."""
-NO_PART = -1
-SIZES = 5
+SCORING_SIZES = 5
+"""Numbers in `ScoringPlan.sizes`."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class PassTables:
         programs = partial_results // self.scoring.attend.block_m + MOST_PARTS
         self.room = ScoringRoom(most_rows * group, partial_results, programs, positions)
         blocks = -(-positions // block_size)
-        ends = [0, *accumulate((SIZES, blocks, most_items * WORK_FIELDS, most_merges * MERGE_FIELDS))]
+        ends = [0, *accumulate((SCORING_SIZES, blocks, most_items * WORK_FIELDS, most_merges * MERGE_FIELDS))]
         self._fields = [slice(first, end) for first, end in pairwise(ends)]
         self._empty = self._make_empty()
         self._table = torch.from_numpy(self._empty).to(device, copy=True)
@@ -104,15 +104,11 @@ class PassTables:
         Returns:
             Whether there was room, and the whole question among the rows; nothing has changed if not.
         """
-        count = len(rows.positions)
-        places = rows.positions.numpy()
         start, end = (0, 0) if tally is None else (tally.start, tally.end)
-        asking = end - start
-        plan = self._plan(asking, start)
-        if count > self.most_rows or not self.room.holds(plan):
+        places, plan = rows.positions.numpy(), self._plan(end - start, start)
+        if not self._takes(places, plan):
             return False
-        if asking and (int(np.searchsorted(places, start)) != count - asking or int(places[-1]) != end - 1):
-            return False
+        count, asking = len(places), plan.rows
         # A copy that is under way reads the one before.
         host = empty_table(len(self._empty), device=self._device)
         table = host.numpy()
@@ -130,6 +126,13 @@ class PassTables:
         self._divide(places[: count - asking], work, merges)
         self._table.copy_(host, non_blocking=True)
         return True
+
+    def _takes(self, places: np.ndarray, plan: ScoringPlan) -> bool:
+        """Whether there is room for rows at `places`, and the question of `plan` is whole and last among them."""
+        if len(places) > self.most_rows or not self.room.holds(plan):
+            return False
+        fresh, end = len(places) - plan.rows, plan.context + plan.rows
+        return not plan.rows or (int(np.searchsorted(places, plan.context)) == fresh and int(places[-1]) == end - 1)
 
     def _divide(self, places: np.ndarray, work: np.ndarray, merges: np.ndarray) -> None:
         heads = self.heads

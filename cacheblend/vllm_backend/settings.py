@@ -31,8 +31,9 @@ class ConnectorSettings(BaseModel):
         carry_drift: whether rows that are not recomputed move with those that are, of requests that do not say.
         max_rows_per_step: rows recomputed in one engine step, times the share of the layers they pass; what is over
             waits for the next step, in order. None is the engine's `max_num_batched_tokens`.
-        attention: `runs` computes rows with the engine's own kernel, `rows` with ours; `auto` is ours on a GPU.
-        graph_rows: rows of the largest forward pass that replays CUDA graphs, which cost memory beside vLLM's and two
+        attention: `runs` computes rows with the engine's own kernel, `rows` with ours; `auto` is ours on a GPU, but for
+            long runs of one prompt where FlashAttention does them faster.
+        graph_rows: rows of the largest forward pass that replays CUDA graphs, which cost memory beside vLLM's and a few
             seconds at start; 0 for none. Not used with `enforce_eager`, several ranks, or without our kernel.
         early_accounts: send each request's account with the statistics as soon as it is known, for a client that ends
             requests itself (at stop strings, by aborts) and would not see the result; `VllmRunner` sets it.

@@ -36,6 +36,8 @@ ENGINES = (
     "qwen3-linear",
     "mistral-default",
     "llama-compiled",
+    "llama-graphs",
+    "qwen3-graphs",
     "llama-gpu-pool",
     "llama-no-prefix-caching",
     "llama-process",

@@ -36,6 +36,8 @@ SMALL_STEPS = {"max_rows_per_step": 70}
 SMALL_STORE = {"host_budget_bytes": 200_000}
 """Less than most chunks of the tests need, let alone a request: their KV is read from disk when it is used."""
 TINY_POOL = {"num_gpu_blocks_override": 40, "max_model_len": 1184}
+GRAPHS_OF_OURS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
+"""On a GPU the blend's own CUDA graphs, which other engines here go without, and none of vLLM's."""
 EVERYTHING = {"settings": SMALL_STEPS, "engine": SMALL_BUDGET}
 
 CONFIGS = {
@@ -49,6 +51,8 @@ CONFIGS = {
         "llama-default", engine={"enable_prefix_caching": False}, in_matrix_only=True
     ),
     "llama-compiled": EngineConfig("llama-default", engine={"enforce_eager": False}, in_matrix_only=True),
+    "llama-graphs": EngineConfig("llama-default", engine=GRAPHS_OF_OURS, in_matrix_only=True),
+    "qwen3-graphs": EngineConfig("qwen3-linear", engine=GRAPHS_OF_OURS, in_matrix_only=True),
     "llama-process": EngineConfig("llama-default", in_process=False, in_matrix_only=True),
     "llama-tp2": EngineConfig(
         "llama-default",

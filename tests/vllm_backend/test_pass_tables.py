@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "cacheblend"))
 from triton_interpreter import interpreted_results
 
 from cacheblend.kernels.pages import PagedLayer
-from cacheblend.kernels.row_tiles import RowTiles, divide_rows, most_tiles, tile_config
+from cacheblend.kernels.row_tiles import NO_PART, RowTiles, divide_rows, most_tiles, tile_config
 from cacheblend.vllm_backend.pass_layers import PassLayers, Stack
-from cacheblend.vllm_backend.pass_tables import NO_PART, Heads, PassTables
+from cacheblend.vllm_backend.pass_tables import Heads, PassTables
 from cacheblend.vllm_backend.rows import NO_SLOT, PromptPages, PromptRows, RowBatch
 from cacheblend.vllm_backend.scoring import QuestionTally
 
@@ -88,12 +88,14 @@ def test_tables_tell_a_pass_whatever_they_told_before_and_what_they_have_more_do
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.sets(st.integers(0, 40_000), min_size=1, max_size=256).map(sorted),
-    st.sampled_from([(1, 8), (4, 8), (6, 2), (7, 4), (1, 2)]),
+    st.sets(st.integers(0, 131_071), min_size=1, max_size=256).map(sorted),
+    st.sampled_from([(1, 8), (4, 8), (6, 2), (7, 4), (1, 2), (4, 1)]),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from([64, 128]),
-    st.sampled_from([48, 132]),
+    st.sampled_from([48, 78, 132, 148]),
 )
+@example([64_000], (4, 1), torch.bfloat16, 64, 78)
+@example([121_344], (4, 1), torch.bfloat16, 64, 148)
 def test_no_rows_of_one_request_make_more_items_than_there_is_room_for(places, heads, dtype, dim, processors):
     config = tile_config(dtype, dim, heads[0], CPU)
     places = torch.tensor(places).numpy()
