@@ -36,7 +36,7 @@ def _get_last_error() -> Callable[[], object]:
 
 @cache
 def copy_to_device() -> Callable[[int, int, int, int], None] | None:
-    """A copy of page-locked memory that takes a tenth of the time that torch takes to ask for one.
+    """A copy of page-locked memory that the host asks for in half of torch's time (26 us to 51 beside an H200).
 
     Returns:
         A function of (destination address on the current device, source address, bytes, CUDA stream), which raises

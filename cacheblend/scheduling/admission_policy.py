@@ -7,11 +7,11 @@ from cacheblend.scheduling.catalogue import FASTEST_OF, Catalogue
 from cacheblend.scheduling.cost_model import CostModel
 from kvstore.tiers import Tier
 
-AUTO_FULL_SHARE = 0.83
+AUTO_FULL_SHARE = 0.85
 """`auto` prefills a prompt when blending would compute at least this share of its rows anyway.
 
-There a blend takes as long as full prefill on an H200: at 0.839 of a prompt's rows by `query`, drift carried, and 0.825
-by `deviation` (`eval/results/2026-11-30-h200/ratios.json`).
+There a blend takes as long as full prefill on an H200, by the line through its cost: at 0.85 of a prompt's rows by
+`deviation`, drift carried, and 0.92 by `query` (`eval/results/2026-11-30-h200-whole-passes/ratios.json`).
 """
 
 FULL_CHEAPER = "auto_full_cheaper"

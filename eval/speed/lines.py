@@ -26,6 +26,10 @@ class Line:
         """The line's y."""
         return self.intercept + self.slope * x
 
+    def reaches(self, level: float) -> float:
+        """The x at which the line is at `level` (in the unit of y); it must rise or fall."""
+        return (level - self.intercept) / self.slope
+
 
 def fit_line(xs: Sequence[float], ys: Sequence[float]) -> Line:
     """The line of least squares through points.
@@ -41,21 +45,3 @@ def fit_line(xs: Sequence[float], ys: Sequence[float]) -> Line:
     intercept = mean_y - slope * mean_x
     worst = max(abs(intercept + slope * x - y) / y for x, y in zip(xs, ys, strict=True))
     return Line(intercept, slope, worst)
-
-
-def crossover(xs: Sequence[float], ys: Sequence[float], level: float) -> float | None:
-    """The smallest x at which ascending points, joined by straight lines, reach `level`; None if they stay below.
-
-    Args:
-        xs: ascending.
-        ys: one an x.
-        level: in the unit of y.
-    """
-    for number, (x, y) in enumerate(zip(xs, ys, strict=True)):
-        if y < level:
-            continue
-        if number == 0:
-            return x
-        x0, y0 = xs[number - 1], ys[number - 1]
-        return x0 + (x - x0) * (level - y0) / (y - y0)
-    return None

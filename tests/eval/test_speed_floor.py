@@ -11,7 +11,7 @@ from eval.errors import EvalError
 from eval.speed.closed_loop import Block, Served, loop_values
 from eval.speed.floor import ArmWork, MeasuredParts, floor_of, layer_weight_bytes, recomputed_rows
 from eval.speed.interleaved import WARM_UP, Setting, interleave
-from eval.speed.lines import crossover, fit_line
+from eval.speed.lines import fit_line
 
 PARTS = MeasuredParts(link_gb_s=50.0, weights_ms=4.0, row_ms=0.02, full_ms=150.0, step_ms=5.0)
 WORK = ArmWork("none", system_rows=64, question_rows=64, recomputed_rows=0, host_bytes=750_000_000, layers=32)
@@ -115,10 +115,10 @@ def test_a_line_through_one_length_is_refused() -> None:
         fit_line([512, 512], [10.0, 11.0])
 
 
-def test_the_crossover_lies_between_the_ratios_around_it() -> None:
-    assert crossover([0.5, 0.7, 0.9], [80.0, 100.0, 140.0], 120.0) == pytest.approx(0.8)
-    assert crossover([0.5, 0.7, 0.9], [80.0, 100.0, 140.0], 150.0) is None
-    assert crossover([0.5, 0.7], [80.0, 100.0], 60.0) == 0.5
+def test_a_line_says_where_it_reaches_a_level() -> None:
+    line = fit_line([0, 100, 200], [30.0, 50.0, 70.0])
+    assert line.reaches(80.0) == pytest.approx(250)
+    assert line.at(line.reaches(35.0)) == pytest.approx(35)
 
 
 def test_every_run_takes_its_turn_within_its_setting_and_warm_ups_do_not_count() -> None:

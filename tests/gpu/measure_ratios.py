@@ -5,7 +5,8 @@
 64 system tokens, chunks of 640 and 64 of a question, chunk KV in pinned host memory, one request at a time; full
 prefill, every selector at every ratio, and chunk heads, interleaved in one run; drift is carried, as by default. By
 selector the result states the line of least squares through the medians, the largest distance of a median from it, the
-largest share of full prefill's time, and the ratio at which blending stops paying (null if it pays at every ratio).
+largest share of full prefill's time, and the ratio at which that line reaches full prefill's, so that blending stops
+paying. A ratio of 1 is no point of the line: where everything is recomputed, nothing is loaded, scored or scattered.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from llama_8b import make_engine
 
 from eval.speed.floor import recomputed_rows
 from eval.speed.interleaved import Run, Setting, Taken, interleave
-from eval.speed.lines import crossover, fit_line
+from eval.speed.lines import fit_line
 
 SELECTORS = ("query", "deviation", "chunk_head+query")
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
@@ -68,14 +69,14 @@ def row_of(options: dict[str, Any], taken: Taken, full: float, chunks: int) -> d
     }
 
 
-def line_of(rows: Sequence[dict[str, Any]], full: float) -> dict[str, Any]:
-    """What the ratios of one selector come to."""
-    medians = [row["median_ms"] for row in rows]
-    ratios = [row["options"]["ratio"] for row in rows]
+def line_of(rows: Sequence[dict[str, Any]], full: float, reusable: int) -> dict[str, Any]:
+    """What the ratios of one selector come to, of prompts with so many reusable rows."""
+    some = [row for row in rows if row["options"]["ratio"] < 1]
+    line = fit_line([row["rows"] for row in some], [row["median_ms"] for row in some])
     return {
-        "ms_by_rows": asdict(fit_line([row["rows"] for row in rows], medians)),
-        "largest_share_of_full": max(medians) / full,
-        "crossover_ratio": crossover(ratios, medians, full),
+        "ms_by_rows": asdict(line),
+        "largest_share_of_full": max(row["median_ms"] for row in rows) / full,
+        "crossover_ratio": line.reaches(full) / reusable,
     }
 
 
@@ -114,8 +115,8 @@ def main(argv: Sequence[str] | None = None, llm: Any = None) -> None:
         result["lines"] = {}
         for selector in args.selectors:
             rows = [row for row in result["ratios"] if row["options"]["selector"] == selector]
-            if len(rows) > 1:
-                result["lines"][selector] = line_of(rows, full)
+            if len(rows) > 2:
+                result["lines"][selector] = line_of(rows, full, args.chunks * CHUNK)
     finally:
         args.out.write_text(json.dumps(result, indent=1))
     for name, row in zip(whole, result["ratios"], strict=True):
