@@ -1,15 +1,16 @@
 """Chunk KV on the move on a GPU: does decoding feel it, how fast is it, and how much of it do blends hide.
 
-    python3 tests/gpu/measure_swapping.py --out FILE.json [--quick] [--rounds 12] [--pairs 16] [--commit HASH]
+    python3 tests/gpu/measure_swapping.py --out FILE.json [--quick] [--rounds 12] [--turns 16] [--commit HASH]
 
 Llama-3-8B shape with dummy weights; chunks of 640 in pinned host memory, several times the GPU pool. In one run:
 
 - swapping: eight requests decode while a predictor that always expects the next chunks of a circle has the scheduler
-  evict and promote without end; phases with and without it take turns. Gaps between tokens, and the rate of transfers.
+  evict and promote without end; phases with it, with plain copies of the same chunks that nobody decides, and with
+  neither take turns. Gaps between tokens, and the rate of transfers.
 - alone: the same transfers without an engine step, and plain copies of the same chunks.
 - blends: one request at a time, its chunks in the GPU pool (no copy), on the host with the pool closed (staged copies),
   the same with events around copies and waits, and on the host with the pool open but empty, so that its chunks are
-  also promoted when it is admitted. `chunk_head` and `deviation` at the ratio where recomputing takes as long as
+  also promoted when it is admitted. `chunk_head` and `deviation`, without drift, where recomputing takes as long as
   loading.
 
 Scheduler and prefetcher are the engine's own; its internals are read, and told nothing but advice and budgets.
@@ -33,7 +34,7 @@ import llama_8b
 import torch
 import vllm
 from blend_prompts import CHUNK, Prompts, collect, first_token, sampling
-from swap_bench import Bench, CopyWatch, Swapper, plain_gb_s
+from swap_bench import Bench, CopyWatch, PlainCopies, Swapper, plain_gb_s
 
 from kvstore.tiers import Tier
 from kvstore.transfer_values import TransferOrder
@@ -43,6 +44,7 @@ SETTLE = 10
 WARM = 24
 HEADS = (16, 32, 64, 96, 128, 160)
 RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
+ON, PLAIN, OFF = "swapping_on", "plain_copies", "swapping_off"
 STATES = ("gpu", "host", "host timed", "host promoted")
 BARS = {"tpot_ratio": 1.05, "share_of_plain": 0.8, "hidden": 0.8, "connector_over_bound": 1.1}
 
@@ -76,11 +78,13 @@ def swap_alone(bench: Bench, chunks: Sequence[Any], seconds: float, pause_s: flo
     return {"gb_s": moved / (time.perf_counter() - began) / 1e9, "pause_ms": pause_s * 1e3, "failed": dict(failed)}
 
 
-def decode(bench: Bench, swapper: Swapper, prompts: Prompts, pairs: int, steps: int) -> dict[str, Any]:
-    """Milliseconds between tokens of eight decoding requests in phases with and without swapping, and what moved."""
+def decode(
+    bench: Bench, swapper: Swapper, copies: PlainCopies, prompts: Prompts, turns: int, steps: int
+) -> dict[str, Any]:
+    """Milliseconds between tokens of eight decoding requests in phases of each kind, and what moved."""
     engine = bench.llm.llm_engine
     drawn = random.Random(0)
-    pattern = [on for _ in range(pairs) for on in drawn.sample([True, False], 2)]
+    pattern = [kind for _ in range(turns) for kind in drawn.sample((ON, PLAIN, OFF), 3)]
     wanted = WARM + len(pattern) * steps
     for number in range(8):
         ids = prompts.next({})[0][:512]
@@ -89,18 +93,19 @@ def decode(bench: Bench, swapper: Swapper, prompts: Prompts, pairs: int, steps: 
     bench.told.clear()
     while engine.has_unfinished_requests():
         phase = (len(marks) - WARM) // steps
-        swapper.on = 0 <= phase < len(pattern) and pattern[phase]
+        kind = pattern[phase] if 0 <= phase < len(pattern) else OFF
+        swapper.on, copies.on = kind == ON, kind == PLAIN
         if engine.step():
             marks.append(time.perf_counter())
-    swapper.on = False
+    swapper.on = copies.on = False
     phases = []
-    for number, on in enumerate(pattern):
+    for number, kind in enumerate(pattern):
         first = WARM + number * steps
         kept = marks[first + SETTLE : first + steps]
         results = [result for at, result in bench.told if kept[0] < at <= kept[-1]]
         phases.append(
             {
-                "on": on,
+                "kind": kind,
                 "gaps_ms": [(b - a) * 1e3 for a, b in pairwise(kept)],
                 "bytes": sum(result.nbytes for result in results if result.ok),
                 "seconds": kept[-1] - kept[0],
@@ -111,28 +116,26 @@ def decode(bench: Bench, swapper: Swapper, prompts: Prompts, pairs: int, steps: 
 
 
 def _of_phases(phases: list[dict[str, Any]]) -> dict[str, Any]:
-    by_pair = list(zip(phases[::2], phases[1::2], strict=True))
-    pairs = [(a, b) if a["on"] else (b, a) for a, b in by_pair]
-    gaps = {
-        name: sorted(gap for pair in pairs for gap in pair[which]["gaps_ms"])
-        for which, name in enumerate(("on", "off"))
-    }
-    on = [pair[0] for pair in pairs]
-    gb_s = sum(phase["bytes"] for phase in on) / sum(phase["seconds"] for phase in on) / 1e9
+    turns = [{phase["kind"]: phase for phase in phases[first : first + 3]} for first in range(0, len(phases), 3)]
+    gaps = {kind: sorted(gap for turn in turns for gap in turn[kind]["gaps_ms"]) for kind in (ON, PLAIN, OFF)}
+    on = [turn[ON] for turn in turns]
     ended: Counter[str] = Counter()
     for phase in on:
         ended.update(phase["ended"])
+
+    def ratio(kind: str, of: Callable[[list[float]], float]) -> dict[str, float]:
+        return _bootstrap([of(turn[kind]["gaps_ms"]) / of(turn[OFF]["gaps_ms"]) for turn in turns])
+
     return {
         **{
-            f"swapping_{name}": {"p50_ms": _at(values, 0.5), "p99_ms": _at(values, 0.99), "mean_ms": _mean(values)}
-            for name, values in gaps.items()
+            kind: {"p50_ms": _at(values, 0.5), "p99_ms": _at(values, 0.99), "mean_ms": _mean(values)}
+            for kind, values in gaps.items()
         },
-        "tpot_ratio": _bootstrap([_mean(a["gaps_ms"]) / _mean(b["gaps_ms"]) for a, b in pairs]),
-        "median_gap_ratio": _bootstrap(
-            [statistics.median(a["gaps_ms"]) / statistics.median(b["gaps_ms"]) for a, b in pairs]
-        ),
-        "p99_ratio": _at(gaps["on"], 0.99) / _at(gaps["off"], 0.99),
-        "gb_s": gb_s,
+        "tpot_ratio": ratio(ON, _mean),
+        "tpot_ratio_of_plain_copies": ratio(PLAIN, _mean),
+        "median_gap_ratio": ratio(ON, statistics.median),
+        "p99_ratio": _at(gaps[ON], 0.99) / _at(gaps[OFF], 0.99),
+        "gb_s": sum(phase["bytes"] for phase in on) / sum(phase["seconds"] for phase in on) / 1e9,
         "transfers_ended": dict(ended),
         "phases": phases,
     }
@@ -248,6 +251,7 @@ def measure_swapping(bench: Bench, args: argparse.Namespace, prompts: Prompts, c
     queue = bench.prefetcher._copies
     one = bench.store.get(chunks[0]).nbytes
     swapper = Swapper(bench.scheduler, chunks, args.pool - args.resident)
+    copies = PlainCopies([bench.store.get(chunk).kv for chunk in chunks])
     bench.traffic._predictor = swapper
     bench.empty_pool()
     plain = [plain_gb_s(bench, chunks) for _ in range(4)][1:]
@@ -257,11 +261,12 @@ def measure_swapping(bench: Bench, args: argparse.Namespace, prompts: Prompts, c
         ahead, sliced = usual if name == "usual" else (int(mib) << 20 for mib in name.split(":"))
         queue._bytes_ahead, queue._slice_bytes = ahead, sliced
         bench.set_pool(args.pool * one)
-        taken = found["decoding"][name] = decode(bench, swapper, prompts, args.pairs, args.steps)
+        taken = found["decoding"][name] = decode(bench, swapper, copies, prompts, args.turns, args.steps)
         taken["bytes_ahead"], taken["slice_bytes"] = ahead, sliced
         bench.empty_pool()
         plain.append(plain_gb_s(bench, chunks))
     queue._bytes_ahead, queue._slice_bytes = usual
+    copies.close()
     bench.set_pool(args.pool * one)
     found["alone"] = swap_alone(bench, chunks, 1.5, 0.0)
     bench.empty_pool()
@@ -271,10 +276,11 @@ def measure_swapping(bench: Bench, args: argparse.Namespace, prompts: Prompts, c
     found["plain_gb_s_all"] = plain
     found["plain_gb_s"] = statistics.median(plain)
     for name, taken in found["decoding"].items():
-        for key in ("swapping_on", "swapping_off"):
+        for key in (ON, PLAIN, OFF):
             for number, value in taken[key].items():
                 say(f"decoding, {name}, {key}, {number}", value)
         say(f"decoding, {name}, TPOT on/off with a 95 % interval", taken["tpot_ratio"], "tpot_ratio")
+        say(f"decoding, {name}, TPOT beside plain copies/off", taken["tpot_ratio_of_plain_copies"])
         say(f"decoding, {name}, median gap on/off with a 95 % interval", taken["median_gap_ratio"])
         say(f"decoding, {name}, p99 on/off", taken["p99_ratio"])
         say(f"decoding, {name}, transfers ended", taken["transfers_ended"])
@@ -295,12 +301,13 @@ def measure_overlap(bench: Bench, args: argparse.Namespace, prompts: Prompts, gb
     one = bench.store.get(bench.identities(prompts)[0]).nbytes
     bench.make_resident(prompts)
     load_ms = args.chunks * one / gb_s / 1e6
-    heads = [{"selector": "chunk_head", "head_tokens": tokens} for tokens in args.head_tokens]
-    ratios = [{"selector": "deviation", "ratio": ratio} for ratio in args.ratios]
+    bare = {"carry_drift": False}
+    heads = [{"selector": "chunk_head", "head_tokens": tokens, **bare} for tokens in args.head_tokens]
+    ratios = [{"selector": "deviation", "ratio": ratio, **bare} for ratio in args.ratios]
     head, ratio = (tune(bench, prompts, options, load_ms) for options in (heads, ratios))
     arms = {
         "reuse": {"selector": "none"},
-        "chunk_head 16": {"selector": "chunk_head", "head_tokens": 16},
+        "chunk_head 16, drift": {"selector": "chunk_head", "head_tokens": 16},
         f"chunk_head {head['head_tokens']}": head,
         f"deviation {ratio['ratio']:g}": ratio,
         "query 15 %": {"selector": "query", "ratio": 0.15},
@@ -331,10 +338,10 @@ def measure_overlap(bench: Bench, args: argparse.Namespace, prompts: Prompts, gb
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true", help="a quarter of the rounds and pairs")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the rounds and turns")
     parser.add_argument("--rounds", type=int, default=12, help="of the blends")
     parser.add_argument("--chunks", type=int, default=9, help="of a blend")
-    parser.add_argument("--pairs", type=int, default=16, help="of phases with and without swapping")
+    parser.add_argument("--turns", type=int, default=16, help="of phases with swapping, plain copies and neither")
     parser.add_argument("--steps", type=int, default=60, help="of a phase")
     parser.add_argument("--pool", type=int, default=20, help="chunks that the GPU pool holds while it is swapped")
     parser.add_argument("--resident", type=int, default=4, help="chunks of these that are not on their way")
@@ -349,7 +356,7 @@ def main() -> None:
     if args.pool < 8 or args.working_set < 2 * args.pool:
         parser.error("swapping needs a pool of 8 chunks or more, and a working set of twice the pool or more")
     if args.quick:
-        args.rounds, args.pairs = -(-args.rounds // 4), -(-args.pairs // 4)
+        args.rounds, args.turns = -(-args.rounds // 4), -(-args.turns // 4)
     one = CHUNK * llama_8b.ROW_BYTES
     pool_bytes = max(args.pool, args.chunks + 1) * one
     settings = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Any
@@ -55,6 +57,48 @@ class Swapper:
             if len(given) == limit or len(self._pending) >= self._ahead:
                 break
         return given
+
+
+class PlainCopies:
+    """Stands for swapping without a decision: while `on`, a thread keeps the link busy with copies of the same chunks.
+
+    What decoding loses beside it, it loses to the copies themselves.
+
+    Args:
+        sources: [..] page-locked tensors of one shape and dtype, copied in a circle.
+    """
+
+    def __init__(self, sources: Sequence[torch.Tensor]) -> None:
+        self.on = False
+        self.nbytes = 0
+        self._circle = cycle(sources)
+        self._room = torch.empty_like(sources[0], device="cuda")
+        self._stream = torch.cuda.Stream()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        asked: deque[torch.cuda.Event] = deque()
+        while not self._ended.is_set():
+            if not self.on:
+                time.sleep(1e-3)
+                continue
+            source = next(self._circle)
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
+                self._room.copy_(source, non_blocking=True)
+            done = torch.cuda.Event(blocking=True)
+            done.record(self._stream)
+            asked.append(done)
+            # As much ahead as the prefetcher has: the wait is the driver's, without the interpreter.
+            while len(asked) > 3:
+                asked.popleft().synchronize()
+                self.nbytes += source.nbytes
 
 
 class Bench:
