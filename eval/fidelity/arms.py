@@ -119,7 +119,9 @@ def _parse_arm(name: str) -> Arm:
         return Arm(name, make_selector("none"))
     selector, *parameters = name.split(":")
     carry_drift = DRIFT in parameters
-    parameters = [parameter for parameter in parameters if parameter != DRIFT]
+    if carry_drift:
+        # Once: one that is left makes a parameter that does not fit.
+        parameters.remove(DRIFT)
     if selector not in SELECTOR_NAMES or selector in _OTHER_NAMES:
         known = ", ".join(
             [FULL, FULL_AGAIN, PREFIX_CACHED, REUSE, *(s for s in SELECTOR_NAMES if s not in _OTHER_NAMES)]

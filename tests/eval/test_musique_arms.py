@@ -36,7 +36,7 @@ def test_an_arm_names_its_selector_with_parameters(name: str, spec: str) -> None
 
 
 NO_ARMS = """
-    nonsense none reuse:0.1 full:1 query:16 query:1.5 query:0.1:0.2 query:1e-1 query: deviation:x
+    query:0.15:drift:drift nonsense none reuse:0.1 full:1 query:16 query:1.5 query:0.1:0.2 query:1e-1 query: deviation:x
     chunk_head:-1 chunk_head:16:0.1 reuse,reuse reuse, query:0.15,query:0.15
 """
 
