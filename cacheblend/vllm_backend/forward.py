@@ -102,8 +102,7 @@ class LayersForward:
         if self._can_replay and graph_rows:
             with self._layer_context(graph_rows, None, None), eager_kernels(self.device):
                 self._graphs = self._capture_layers(graph_rows)
-                if graph_rows >= PASS_SIZES[0]:
-                    self._pass_graphs = self._capture_passes(graph_rows, self._graphs.pool)
+                self._pass_graphs = self._capture_passes(graph_rows, self._graphs.pool)
 
     @property
     def _can_replay(self) -> bool:
@@ -252,7 +251,7 @@ class LayersForward:
 
     def _capture_passes(self, most_rows: int, pool: Any) -> PassGraphs:
         heads = Heads(self._attention[0].num_heads, self.kv_heads, self.head_dim, self.dtype)
-        largest = max(size for size in PASS_SIZES if size <= most_rows)
+        largest = min(most_rows, PASS_SIZES[-1])
         tables = PassTables(heads, largest, self._config.model_config.max_model_len, self.block_size, self.device)
         embed, tallied = self._model.embed_input_ids, first_tallied_layer(self.num_layers)
         stack = Stack(embed, self._layers, self._attention, self.pages, tallied)

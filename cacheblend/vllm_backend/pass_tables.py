@@ -17,8 +17,6 @@ from cacheblend.vllm_backend.scoring import QuestionTally
 
 PARTIAL_RESULTS = 8192
 """Partial results of a kv head that a question may leave: 64 rows of four heads each in 32 parts."""
-SCORING_SIZES = 5
-"""Numbers in `ScoringPlan.sizes`."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,10 @@ class PassTables:
         programs = partial_results // self.scoring.attend.block_m + MOST_PARTS
         self.room = ScoringRoom(most_rows * group, partial_results, programs, positions)
         blocks = -(-positions // block_size)
-        ends = [0, *accumulate((SCORING_SIZES, blocks, most_items * WORK_FIELDS, most_merges * MERGE_FIELDS))]
+        ends = [
+            0,
+            *accumulate((len(self.scoring.sizes()), blocks, most_items * WORK_FIELDS, most_merges * MERGE_FIELDS)),
+        ]
         self._fields = [slice(first, end) for first, end in pairwise(ends)]
         self._empty = self._make_empty()
         self._table = torch.from_numpy(self._empty).to(device, copy=True)
