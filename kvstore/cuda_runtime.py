@@ -34,29 +34,40 @@ def _get_last_error() -> Callable[[], object]:
     return _loaded_runtime().cudaGetLastError
 
 
-@cache
-def copy_to_device() -> Callable[[int, int, int, int], None] | None:
-    """A copy of page-locked memory that the host asks for in half of torch's time (26 us to 51 beside an H200).
+def copy_to_device(destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    """Ask for a copy of page-locked memory, in half of torch's time for it (26 us to 51 beside an H200) if that can be.
 
-    Returns:
-        A function of (destination address on the current device, source address, bytes, CUDA stream), which raises
-        RuntimeError if CUDA refuses; None where the runtime cannot be reached. What it copies must live until the
-        stream has done it.
+    Args:
+        destination: on the current device.
+        source: on the host, of the same shape and dtype, contiguous as `destination` is. Both must live until `stream`
+            has done it.
+        stream: of that device.
+
+    Raises:
+        RuntimeError: CUDA refuses.
     """
+    ask = _memcpy_async()
+    if ask is None:
+        with torch.cuda.stream(stream):
+            destination.copy_(source, non_blocking=True)
+        return
+    nbytes = source.nbytes
+    error = ask(destination.data_ptr(), source.data_ptr(), nbytes, _HOST_TO_DEVICE, stream.cuda_stream)
+    if error:
+        clear_last_error()
+        raise RuntimeError(f"CUDA refused to copy {nbytes} bytes to the GPU: error {error}.")
+
+
+@cache
+def _memcpy_async() -> Callable[..., int] | None:
+    """CUDA's own; None, which is said, where the runtime cannot be reached."""
     try:
-        copy = _loaded_runtime().cudaMemcpyAsync
+        ask = _loaded_runtime().cudaMemcpyAsync
     except (OSError, AttributeError) as error:
         logger.warning("chunks are copied by torch, which takes longer to ask: %s", error)
         return None
-    copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-    copy.restype = ctypes.c_int
-
-    def ask(destination: int, source: int, nbytes: int, stream: int) -> None:
-        error = copy(destination, source, nbytes, _HOST_TO_DEVICE, stream)
-        if error:
-            clear_last_error()
-            raise RuntimeError(f"CUDA refused to copy {nbytes} bytes to the GPU: error {error}.")
-
+    ask.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    ask.restype = ctypes.c_int
     return ask
 
 

@@ -142,10 +142,6 @@ class StagedPlacement:
         self._buffer.record_stream(stream)
         parts = self._buffer.split(sizes)
         self._rings = [part.view(room, *kv.shape[1:]) for part, kv in zip(parts, self._staged, strict=False)]
-        # Of each ring and its chunk, and the bytes of a layer.
-        self._addresses = [
-            (ring.data_ptr(), kv.data_ptr(), kv[0].nbytes) for ring, kv in zip(self._rings, self._staged, strict=True)
-        ]
         self._arrived = [torch.cuda.Event() for _ in self._groups]
         self._copied = 0 if self._staged else len(self._groups)
         self._copy_ahead(COPIED_AT_ONCE)
@@ -184,15 +180,9 @@ class StagedPlacement:
     def _copy(self, index: int) -> None:
         """Start copying a group of layers."""
         group = self._groups[index]
-        copy, stream = copy_to_device(), self._stream.cuda_stream
-        if copy is not None:
-            for ring, kv, layer in self._addresses:
-                copy(ring + group.turn * layer, kv + group.first * layer, group.layers * layer, stream)
-        else:
-            with torch.cuda.stream(self._stream):
-                for room, chunk in zip(self._rings, self._staged, strict=True):
-                    stored = chunk[group.first : group.first + group.layers]
-                    room[group.turn : group.turn + group.layers].copy_(stored, non_blocking=True)
+        for ring, kv in zip(self._rings, self._staged, strict=True):
+            room = ring[group.turn : group.turn + group.layers]
+            copy_to_device(room, kv[group.first : group.first + group.layers], self._stream)
         self._arrived[index].record(self._stream)
 
 
