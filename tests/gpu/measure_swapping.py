@@ -90,6 +90,7 @@ def decode(
         ids = prompts.next({})[0][:512]
         engine.add_request(f"decode-{time.monotonic_ns()}-{number}", {"prompt_token_ids": ids}, sampling(None, wanted))
     marks: list[float] = []
+    copied: list[int] = []
     bench.told.clear()
     while engine.has_unfinished_requests():
         phase = (len(marks) - WARM) // steps
@@ -97,17 +98,19 @@ def decode(
         swapper.on, copies.on = kind == ON, kind == PLAIN
         if engine.step():
             marks.append(time.perf_counter())
+            copied.append(copies.nbytes)
     swapper.on = copies.on = False
     phases = []
     for number, kind in enumerate(pattern):
-        first = WARM + number * steps
-        kept = marks[first + SETTLE : first + steps]
+        first, end = WARM + number * steps + SETTLE, WARM + (number + 1) * steps
+        kept = marks[first:end]
         results = [result for at, result in bench.told if kept[0] < at <= kept[-1]]
         phases.append(
             {
                 "kind": kind,
                 "gaps_ms": [(b - a) * 1e3 for a, b in pairwise(kept)],
                 "bytes": sum(result.nbytes for result in results if result.ok),
+                "plain_bytes": copied[end - 1] - copied[first],
                 "seconds": kept[-1] - kept[0],
                 "ended": dict(Counter("ok" if result.ok else str(result.reason) for result in results)),
             }
@@ -118,10 +121,12 @@ def decode(
 def _of_phases(phases: list[dict[str, Any]]) -> dict[str, Any]:
     turns = [{phase["kind"]: phase for phase in phases[first : first + 3]} for first in range(0, len(phases), 3)]
     gaps = {kind: sorted(gap for turn in turns for gap in turn[kind]["gaps_ms"]) for kind in (ON, PLAIN, OFF)}
-    on = [turn[ON] for turn in turns]
     ended: Counter[str] = Counter()
-    for phase in on:
-        ended.update(phase["ended"])
+    for turn in turns:
+        ended.update(turn[ON]["ended"])
+
+    def rate(kind: str, of: str) -> float:
+        return sum(turn[kind][of] for turn in turns) / sum(turn[kind]["seconds"] for turn in turns) / 1e9
 
     def ratio(kind: str, of: Callable[[list[float]], float]) -> dict[str, float]:
         return _bootstrap([of(turn[kind]["gaps_ms"]) / of(turn[OFF]["gaps_ms"]) for turn in turns])
@@ -135,7 +140,8 @@ def _of_phases(phases: list[dict[str, Any]]) -> dict[str, Any]:
         "tpot_ratio_of_plain_copies": ratio(PLAIN, _mean),
         "median_gap_ratio": ratio(ON, statistics.median),
         "p99_ratio": _at(gaps[ON], 0.99) / _at(gaps[OFF], 0.99),
-        "gb_s": sum(phase["bytes"] for phase in on) / sum(phase["seconds"] for phase in on) / 1e9,
+        "gb_s": rate(ON, "bytes"),
+        "gb_s_of_plain_copies": rate(PLAIN, "plain_bytes"),
         "transfers_ended": dict(ended),
         "phases": phases,
     }
@@ -281,6 +287,7 @@ def measure_swapping(bench: Bench, args: argparse.Namespace, prompts: Prompts, c
                 say(f"decoding, {name}, {key}, {number}", value)
         say(f"decoding, {name}, TPOT on/off with a 95 % interval", taken["tpot_ratio"], "tpot_ratio")
         say(f"decoding, {name}, TPOT beside plain copies/off", taken["tpot_ratio_of_plain_copies"])
+        say(f"decoding, {name}, GB/s of these", taken["gb_s_of_plain_copies"])
         say(f"decoding, {name}, median gap on/off with a 95 % interval", taken["median_gap_ratio"])
         say(f"decoding, {name}, p99 on/off", taken["p99_ratio"])
         say(f"decoding, {name}, transfers ended", taken["transfers_ended"])
