@@ -18,8 +18,8 @@ from cacheblend.kernels.place_rows import Rotations
 from cacheblend.ragged import places_within
 from cacheblend.relocation import rotate_keys, unrotate_keys
 
-TILE_ROWS = 64
-"""Rows that one program moves."""
+TILE_ROWS, TILE_FIELDS = 64, 4
+"""Rows that one program moves, and what tells of them."""
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, each [rows, kv_heads, head_dim]."""
@@ -32,6 +32,25 @@ class ChunkRange(NamedTuple):
     left_end: int
     told: int
     told_end: int
+
+
+class DriftTable(NamedTuple):
+    """`DriftingRows` on the host.
+
+    Attributes:
+        chunks: what belongs together.
+        columns: [..] int64 each, the attributes `of_pass` to `left_positions`.
+        tiles: [tiles, 4] int64.
+    """
+
+    chunks: tuple[ChunkRange, ...]
+    columns: tuple[np.ndarray, ...]
+    tiles: np.ndarray
+
+    @classmethod
+    def of(cls, chunks: Sequence[ChunkRange], *rows: Sequence[np.ndarray]) -> DriftTable:
+        """From chunks, in order, none without a row that tells or one that moves, and each column in pieces."""
+        return cls(tuple(chunks), tuple(map(np.concatenate, rows)), _tiles(chunks))
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,21 +80,16 @@ class DriftingRows:
     tiles: torch.Tensor
 
     @classmethod
-    def on(cls, device: torch.device, chunks: Sequence[ChunkRange], *rows: Sequence[np.ndarray]) -> DriftingRows:
-        """One copy to the device.
-
-        Args:
-            device: of the model.
-            chunks: in order, none without a row that tells or one that moves.
-            rows: the attributes `of_pass` to `left_positions`, each in pieces.
-        """
-        columns = [*rows, [_tiles(chunks).reshape(-1)]]
-        sizes = [sum(map(len, pieces)) for pieces in columns]
-        table = empty_table(sum(sizes), device=device)
-        np.concatenate([piece for pieces in columns for piece in pieces], out=table.numpy())
-        placed = on_device(table, device).split(sizes)
+    def on(cls, device: torch.device, table: DriftTable) -> DriftingRows:
+        """One copy to the device."""
+        columns = [*table.columns, table.tiles.ravel()]
+        host = empty_table(sum(map(len, columns)), device=device)
+        np.concatenate(columns, out=host.numpy())
+        placed = on_device(host, device).split([len(column) for column in columns])
         of_pass, slots, at, told_positions, left_slots, left_positions, tiles = placed
-        return cls(tuple(chunks), of_pass, slots, at, told_positions, left_slots, left_positions, tiles.view(-1, 4))
+        return cls(
+            table.chunks, of_pass, slots, at, told_positions, left_slots, left_positions, tiles.view(-1, TILE_FIELDS)
+        )
 
     @cached_property
     def not_of_pass(self) -> torch.Tensor:
@@ -176,7 +190,7 @@ def _told(rows: DriftingRows, of_pass: torch.Tensor, more: torch.Tensor | None) 
 
 
 def _tiles(chunks: Sequence[ChunkRange]) -> np.ndarray:
-    of_chunks = np.array(chunks, dtype=np.int64).reshape(-1, 4)
+    of_chunks = np.array(chunks, dtype=np.int64).reshape(-1, TILE_FIELDS)
     left, left_end = of_chunks[:, 0], of_chunks[:, 1]
     counts = -((left - left_end) // TILE_ROWS)
     tiles = np.repeat(of_chunks, counts, axis=0)

@@ -53,14 +53,15 @@ def _tell(
 ):
     head = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row_live = row < rows
+    # A table of a fixed size has rows without a slot behind those that tell.
+    slot = tl.load(slots + row, row < rows, -1)
+    row_live = slot >= 0
     element = tl.arange(0, PADDED_HALF)
     live = row_live[:, None] & (element < HALF)[None, :]
 
     place = tl.load(at + row, row_live, 0)
     turn = tl.load(positions + place, row_live, 0)[:, None] * HALF + element[None, :]
     c, s = tl.load(cos + turn, live, 0.0) * inverse_norm, tl.load(sin + turn, live, 0.0) * inverse_norm
-    slot = tl.load(slots + row, row_live, 0)
     old = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * token_stride + head * head_stride
     old = old[:, None] + element[None, :]
     index = tl.load(of_pass + row, row_live, 0)
@@ -112,8 +113,11 @@ def _move(
 ):
     tile = tiles + tl.program_id(0) * 4
     head = tl.program_id(1)
-    row = tl.load(tile) + tl.arange(0, ROWS)
-    row_live = row < tl.load(tile + 1)
+    first_row, end_row = tl.load(tile), tl.load(tile + 1)
+    if first_row >= end_row:
+        return
+    row = first_row + tl.arange(0, ROWS)
+    row_live = row < end_row
     first, end = tl.load(tile + 2), tl.load(tile + 3)
     element = tl.arange(0, PADDED_HALF)
     position = tl.load(positions + row, row_live, 0)

@@ -16,7 +16,7 @@ the caller can spread a large blend over several engine steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 
@@ -35,7 +35,7 @@ from cacheblend.vllm_backend.drift import DriftingPrompt, PassDrift
 from cacheblend.vllm_backend.forward import LayersForward
 from cacheblend.vllm_backend.hidden import Hidden
 from cacheblend.vllm_backend.messages import BlendDone, BlendOrder, BlendTimes
-from cacheblend.vllm_backend.placement import PlacedSpan, place_layers
+from cacheblend.vllm_backend.placement import LayerPlacement, PlacedSpan, place_layers
 from cacheblend.vllm_backend.ranks import Ranks
 from cacheblend.vllm_backend.rotary import RotaryTables
 from cacheblend.vllm_backend.rows import PromptPages, PromptRows, RowBatch, slices
@@ -110,6 +110,28 @@ class _Prompt:
         return bool(self.plan.reused) and selector is not None and selector.needs(Evidence.ATTENTION)
 
 
+class _Placing:
+    """How stored KV gets into the pages; what the model's stream waits for counts as a stage of its own."""
+
+    def __init__(self, placement: LayerPlacement, times: StageTimes) -> None:
+        self._placement = placement
+        self._times = times
+
+    def ensure(self, layer: int) -> None:
+        """See `LayerPlacement.ensure`."""
+        if self._placement.is_due(layer):
+            with self._times.stage("relocate"):
+                self._placement.ensure(layer)
+
+    def start_all(self) -> None:
+        """See `LayerPlacement.start_all`."""
+        self._placement.start_all()
+
+    def end(self) -> None:
+        """See `LayerPlacement.end`."""
+        self._placement.end()
+
+
 @dataclass
 class BlendBatch:
     """Blends the orders together.
@@ -143,23 +165,24 @@ class BlendBatch:
         with times.stage("load"):
             prompts = [self._load(order) for order in self.orders]
             spans = [span for prompt in prompts for span in prompt.placed()]
-            placement = place_layers(spans, self.forward, self.rotary)
-
-        def place(layer: int) -> None:
-            if placement.is_due(layer):
-                with times.stage("relocate"):
-                    placement.ensure(layer)
-
-        asking = [prompt for prompt in prompts if prompt.needs_scores]
-        if asking:
-            yield from self._score(asking, place, times)
-        yield from self._recompute(prompts, place, times)
-        # A prompt that computes no row still gets its stored KV.
-        place(self.forward.num_layers - 1)
+            placing = _Placing(place_layers(spans, self.forward, self.rotary), times)
+        try:
+            yield from self._fill(prompts, placing, times)
+        finally:
+            placing.end()
         self.done = {p.order.request_id: _account(p) for p in prompts}
         self._times = times
         # Copies and kernels that are queued may still read them.
         self._in_use = [chunk for prompt in prompts for chunk in prompt.chunks]
+
+    def _fill(self, prompts: Sequence[_Prompt], placing: _Placing, times: StageTimes) -> Iterator[float]:
+        """Fill the pages of all prompts."""
+        asking = [prompt for prompt in prompts if prompt.needs_scores]
+        if asking:
+            yield from self._score(asking, placing, times)
+        yield from self._recompute(prompts, placing, times)
+        # A prompt that computes no row still gets its stored KV.
+        placing.ensure(self.forward.num_layers - 1)
 
     def times(self, wait: bool = False) -> dict[str, BlendTimes] | None:
         """How long each order took, once `pieces` has ended and the device has finished; None before.
@@ -215,7 +238,7 @@ class BlendBatch:
             raise ChunkUnavailable(identity.key, UnavailableReason.OTHER_MODEL, f"its KV is {chunk.kv.dtype}")
         return (tier or Tier.DISK).value, chunk
 
-    def _score(self, prompts: Sequence[_Prompt], place: Callable[[int], None], times: StageTimes) -> Iterator[float]:
+    def _score(self, prompts: Sequence[_Prompt], placing: _Placing, times: StageTimes) -> Iterator[float]:
         """Tally the attention that each question pays to the rows before it."""
         parts = []
         for prompt in prompts:
@@ -229,15 +252,15 @@ class BlendBatch:
             members = [prompts[index] for index, _ in piece]
             tallies = [prompt.tally for prompt in members if prompt.tally is not None]
             with times.stage("score"):
-                if len(piece) > 1 or not self.forward.run_few(piece[0][1], tallies[0], place):
+                if len(piece) > 1 or not self.forward.score_few(piece[0][1], tallies[0], placing.ensure):
                     attention = ScoringAttention(rows, tallies, first_tallied_layer(self.forward.num_layers))
                     hidden = self.forward.embed(rows)
-                    self.forward.run(0, self.forward.num_layers, hidden, rows, attention, place, attend_last=True)
+                    self.forward.run(
+                        0, self.forward.num_layers, hidden, rows, attention, placing.ensure, attend_last=True
+                    )
             yield len(rows)
 
-    def _recompute(
-        self, prompts: Sequence[_Prompt], place: Callable[[int], None], times: StageTimes
-    ) -> Iterator[float]:
+    def _recompute(self, prompts: Sequence[_Prompt], placing: _Placing, times: StageTimes) -> Iterator[float]:
         """Run chosen and fresh rows through every layer, narrowing on the way."""
         layers = self.forward.num_layers
         for prompt in prompts:
@@ -247,7 +270,9 @@ class BlendBatch:
         hidden: Hidden | None = None
         for first, last in zip([0, *drops], [*drops, layers], strict=True):
             if first in drops and hidden is not None:
-                place(first)
+                placing.ensure(first)
+                # Narrowing waits for the device.
+                placing.start_all()
                 with times.stage("score"):
                     hidden = self._narrow(first, hidden, prompts)
             for selection in choosing:
@@ -260,17 +285,17 @@ class BlendBatch:
             alone = list(drifting.values())
             for piece in slices(_rows(prompts), self.most_rows, together):
                 rows = RowBatch([part for _, part in piece], self.forward.device)
-                at_once = last - first == layers and len(piece) == 1 and not drifting
+                entering = None if hidden is None else hidden.take(slice(done, done + len(rows)))
                 with times.stage("recompute"):
-                    if not at_once or not self.forward.run_few(piece[0][1], None, place):
-                        drift = self._drift(drifting, piece, alone)
-                        entering = None if hidden is None else hidden.take(slice(done, done + len(rows)))
-                        kept.append(self._run(range(first, last), rows, entering, place, drift))
+                    drift = self._drift(drifting, piece, alone)
+                    few = (first, entering, piece[0][1], drift, placing.ensure)
+                    if last < layers or len(piece) > 1 or not self.forward.recompute_few(*few):
+                        kept.append(self._run(range(first, last), rows, entering, placing, drift))
                 alone = []
                 done += len(rows)
                 yield len(rows) * (last - first) / layers
             if alone:
-                self._move_alone(range(first, last), alone, place)
+                self._move_alone(range(first, last), alone, placing)
             hidden = Hidden.join(kept) if kept and last < layers else None
 
     def _run(
@@ -278,13 +303,13 @@ class BlendBatch:
         layers: range,
         rows: RowBatch,
         hidden: Hidden | None,
-        place: Callable[[int], None],
+        placing: _Placing,
         drift: PassDrift | None,
     ) -> Hidden:
         """One pass, layer by layer; `hidden` enters the first of `layers`, None before the model's first."""
         entering = self.forward.embed(rows) if hidden is None else hidden
         attention = self.forward.attention(rows)
-        return self.forward.run(layers.start, layers.stop, entering, rows, attention, place, drift=drift)
+        return self.forward.run(layers.start, layers.stop, entering, rows, attention, placing.ensure, drift=drift)
 
     def _drift(
         self,
@@ -300,12 +325,12 @@ class BlendBatch:
         drift = PassDrift(parts, alone, self.rotary, self.forward.device)
         return None if drift.moves_nothing else drift
 
-    def _move_alone(self, layers: range, alone: Sequence[DriftingPrompt], place: Callable[[int], None]) -> None:
+    def _move_alone(self, layers: range, alone: Sequence[DriftingPrompt], placing: _Placing) -> None:
         """Move what no pass has a row of."""
         drift = PassDrift([], alone, self.rotary, self.forward.device)
         nothing = torch.empty(0, self.forward.kv_heads, self.forward.head_dim, device=self.forward.device)
         for layer in () if drift.moves_nothing else layers:
-            place(layer)
+            placing.ensure(layer)
             drift.apply(layer, self.forward.pages[layer], nothing, nothing)
 
     def _choose(self, prompt: _Prompt) -> None:

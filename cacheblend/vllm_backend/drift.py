@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cacheblend.drift import ChunkRows, chunk_rows
-from cacheblend.kernels.carry_drift import ChunkRange, DriftingRows, DriftPass, KeysValues, moved_rows
+from cacheblend.kernels.carry_drift import ChunkRange, DriftingRows, DriftPass, DriftTable, KeysValues, moved_rows
 from cacheblend.plan import BlendPlan
 from cacheblend.relocation import rotate_keys, unrotate_keys
 from cacheblend.vllm_backend.pages import LayerPages
@@ -143,13 +143,17 @@ class PassDrift:
                     moving.append((chunk, where + first))
         moving += [(chunk, chunk.told) for prompt in alone for chunk in prompt.chunks if not len(chunk.told)]
         self._before = [chunk.before for chunk, _ in moving if chunk.before is not None]
-        self._rows = _lay_out(moving, device) if moving else None
-        self._on_gpu = DriftPass(self._rows, rotary.all) if self._rows is not None and device.type == "cuda" else None
+        self._table = _lay_out(moving) if moving else None
 
     @property
     def moves_nothing(self) -> bool:
         """Whether there is no row to move."""
-        return self._rows is None
+        return self._table is None
+
+    @property
+    def of_pass_alone(self) -> DriftTable | None:
+        """What moves, where only rows of the pass tell; None where rows of an earlier one do as well."""
+        return None if self._before else self._table
 
     def apply(self, layer: int, pages: LayerPages, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Move one layer's rows, before the new KV is written.
@@ -161,8 +165,7 @@ class PassDrift:
             values: as `keys`.
         """
         rows, more = self._rows, self._drift_before(layer, pages)
-        assert rows is not None
-        if self._on_gpu is not None and pages.paged is not None:
+        if rows.tiles.is_cuda and pages.paged is not None:
             self._on_gpu.move(keys, values, pages.paged, more)
             return
         stored, left = pages.read(rows.of_pass_slots), pages.read(rows.left_slots)
@@ -170,8 +173,16 @@ class PassDrift:
         pages.write(rows.left_slots, *moved_rows(rows, self._turns, self._rotary.scaling, new, stored, left, more))
 
     @cached_property
+    def _rows(self) -> DriftingRows:
+        assert self._table is not None
+        return DriftingRows.on(self._device, self._table)
+
+    @cached_property
+    def _on_gpu(self) -> DriftPass:
+        return DriftPass(self._rows, self._rotary.all)
+
+    @cached_property
     def _turns(self) -> tuple[KeysValues, KeysValues]:
-        assert self._rows is not None
         return self._rotary.tables(self._rows.told_positions), self._rotary.tables(self._rows.left_positions)
 
     def _drift_before(self, layer: int, pages: LayerPages) -> KeysValues | None:
@@ -187,7 +198,7 @@ def drift_bytes(rows: int, kv_heads: int, head_dim: int) -> int:
     return 2 * rows * kv_heads * head_dim * torch.float32.itemsize
 
 
-def _lay_out(moving: Sequence[tuple[_Chunk, np.ndarray]], device: torch.device) -> DriftingRows:
+def _lay_out(moving: Sequence[tuple[_Chunk, np.ndarray]]) -> DriftTable:
     """One table of all chunks; a chunk's rows of the pass come before those that were recomputed before."""
     chunks: list[ChunkRange] = []
     places: list[np.ndarray] = []
@@ -200,8 +211,7 @@ def _lay_out(moving: Sequence[tuple[_Chunk, np.ndarray]], device: torch.device) 
         left_end, told_end = left + len(chunk.left), told + len(chunk.told) + sum(map(len, before))
         chunks.append(ChunkRange(left, left_end, told, told_end))
         left, told = left_end, told_end
-    return DriftingRows.on(
-        device,
+    return DriftTable.of(
         chunks,
         [where for _, where in moving],
         [chunk.told_slots for chunk, _ in moving],

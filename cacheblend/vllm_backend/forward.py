@@ -6,9 +6,9 @@ under a forward context of our own. On a GPU, passes of few rows replay CUDA gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,10 +24,12 @@ from cacheblend.vllm_backend.drift import PassDrift
 from cacheblend.vllm_backend.eager import eager_kernels
 from cacheblend.vllm_backend.hidden import Hidden
 from cacheblend.vllm_backend.layer_graphs import LayerGraphs, RowsGraph
+from cacheblend.vllm_backend.model_identity import transformers_config
 from cacheblend.vllm_backend.pages import LayerPages, PageLayout, layers_pages
-from cacheblend.vllm_backend.pass_graphs import PASS_SIZES, PassGraphs
+from cacheblend.vllm_backend.pass_graphs import RECOMPUTE_SIZES, SCORING_SIZES, PassGraphs
 from cacheblend.vllm_backend.pass_layers import PassLayers, Stack
-from cacheblend.vllm_backend.pass_tables import Heads, PassTables
+from cacheblend.vllm_backend.pass_tables import MOVED_ROWS, PARTIAL_RESULTS, Heads, PassRoom, PassTables
+from cacheblend.vllm_backend.rotary import RotaryTables
 from cacheblend.vllm_backend.rows import PromptRows, RowBatch
 from cacheblend.vllm_backend.scoring import QuestionTally
 
@@ -96,13 +98,18 @@ class LayersForward:
         if kernel == "rows" and layout.strides is None:
             raise UnsupportedModelError("The pages of this backend are packed; use `attention: runs`.")
         self.kernel = kernel
+        longest = vllm_config.model_config.max_model_len
+        self.rotary = RotaryTables(transformers_config(vllm_config), self.device, longest)
         self._builder = self._make_builder(kv_cache_config)
         self._graphs: LayerGraphs | None = None
-        self._pass_graphs: PassGraphs | None = None
+        self._scoring_graphs: PassGraphs | None = None
+        self._recompute_graphs: PassGraphs | None = None
         if self._can_replay and graph_rows:
             with self._layer_context(graph_rows, None, None), eager_kernels(self.device):
                 self._graphs = self._capture_layers(graph_rows)
-                self._pass_graphs = self._capture_passes(graph_rows, self._graphs.pool)
+                capture = partial(self._capture_passes, graph_rows, self._graphs.pool)
+                self._scoring_graphs = capture(SCORING_SIZES, partial_results=PARTIAL_RESULTS)
+                self._recompute_graphs = capture(RECOMPUTE_SIZES, moved_rows=MOVED_ROWS)
 
     @property
     def _can_replay(self) -> bool:
@@ -114,11 +121,6 @@ class LayersForward:
     def layers_pages(self) -> LayersPages:
         """The pages of all layers as one; only where they are strided views."""
         return layers_pages(self.pages)
-
-    @cached_property
-    def staging_stream(self) -> torch.cuda.Stream:
-        """Where chunks on the host are copied to a GPU for a blend; PyTorch hands out few streams, so there is one."""
-        return torch.cuda.Stream(self.device)
 
     def attention(self, rows: RowBatch) -> PassAttention:
         """The attention of a pass over `rows`: our own but for long runs, where nothing is scattered."""
@@ -182,18 +184,45 @@ class LayersForward:
                     hidden = Hidden(*self._layers[index](rows.positions, hidden.states, hidden.residual))
         return hidden
 
-    def run_few(self, rows: PromptRows, tally: QuestionTally | None, before_layer: Callable[[int], None]) -> bool:
+    def score_few(self, rows: PromptRows, tally: QuestionTally, before_layer: Callable[[int], None]) -> bool:
         """All layers at once over few rows of one prompt, where that can be done without waiting for Python.
 
         Args:
-            rows: the prompt's KV must be in its pages for every earlier position of these.
-            tally: of the question, if its rows come last: what they pay is added to it, and their KV goes to no page.
+            rows: the prompt's KV must be in its pages for every earlier position of these; a question's come last.
+            tally: of the question: what its rows pay is added to it, and their KV goes to no page.
             before_layer: called with the index of each layer, or only of some, before it runs.
 
         Returns:
             Whether it was done.
         """
-        return self._pass_graphs is not None and self._pass_graphs.run(rows, tally, before_layer)
+        return self._scoring_graphs is not None and self._scoring_graphs.score(rows, tally, before_layer)
+
+    def recompute_few(
+        self,
+        first: int,
+        hidden: Hidden | None,
+        rows: PromptRows,
+        drift: PassDrift | None,
+        before_layer: Callable[[int], None],
+    ) -> bool:
+        """The same from layer `first` to the last, without a question; in the last one only KV is written.
+
+        Args:
+            first: index of a layer.
+            hidden: what enters it; None before the model's first.
+            rows: see `score_few`.
+            drift: moves rows that are not among them, before their KV is written; None if nothing moves.
+            before_layer: see `score_few`.
+
+        Returns:
+            See `score_few`.
+        """
+        if self._recompute_graphs is None:
+            return False
+        table = None if drift is None else drift.of_pass_alone
+        if drift is not None and table is None:
+            return False
+        return self._recompute_graphs.recompute(first, hidden, rows, table, before_layer)
 
     def keys_values(self, index: int, hidden: Hidden, rows: RowBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Only the rows' keys (rotated) and values of layer `index`, each [rows, kv_heads, head_dim].
@@ -249,13 +278,14 @@ class LayersForward:
         graphs.capture()
         return graphs
 
-    def _capture_passes(self, most_rows: int, pool: Any) -> PassGraphs:
+    def _capture_passes(self, most_rows: int, pool: Any, sizes: Sequence[int], **room: int) -> PassGraphs:
         heads = Heads(self._attention[0].num_heads, self.kv_heads, self.head_dim, self.dtype)
-        largest = min(most_rows, PASS_SIZES[-1])
-        tables = PassTables(heads, largest, self._config.model_config.max_model_len, self.block_size, self.device)
+        fitting = [size for size in sizes if size <= most_rows]
+        of_pass = PassRoom(max(fitting, default=0), self._config.model_config.max_model_len, **room)
+        tables = PassTables(heads, of_pass, self.block_size, self.device)
         embed, tallied = self._model.embed_input_ids, first_tallied_layer(self.num_layers)
-        stack = Stack(embed, self._layers, self._attention, self.pages, tallied)
-        graphs = PassGraphs(PassLayers(stack, tables, self.device), tables, pool, self.device)
+        stack = Stack(embed, self._layers, self._attention, self.pages, tallied, self.rotary.all)
+        graphs = PassGraphs(PassLayers(stack, tables, self.device), tables, fitting, pool, self.device)
         graphs.capture()
         return graphs
 

@@ -23,6 +23,13 @@ class Hidden:
         """The same values in tensors that a layer may overwrite."""
         return Hidden(self.states.clone(), None if self.residual is None else self.residual.clone())
 
+    def overwrite(self, hidden: Hidden) -> None:
+        """Put the rows of `hidden`, at most as many as here, in place of the first ones."""
+        count = len(hidden.states)
+        self.states[:count].copy_(hidden.states)
+        if self.residual is not None and hidden.residual is not None:
+            self.residual[:count].copy_(hidden.residual)
+
     @staticmethod
     def join(parts: Sequence[Hidden]) -> Hidden:
         """Rows one after another."""

@@ -64,12 +64,8 @@ class RowsGraph:
 
     def enter(self, layer: int, hidden: Hidden, positions: torch.Tensor) -> None:
         """Put rows before `layer`: `hidden` of at most `rows` rows, `positions` [the same number] int64."""
-        count = len(positions)
-        entering = self.layers[layer].entering
-        self.positions[:count].copy_(positions)
-        entering.states[:count].copy_(hidden.states)
-        if entering.residual is not None and hidden.residual is not None:
-            entering.residual[:count].copy_(hidden.residual)
+        self.positions[: len(positions)].copy_(positions)
+        self.layers[layer].entering.overwrite(hidden)
 
 
 class LayerGraphs:
@@ -160,7 +156,7 @@ class LayerGraphs:
             leaving = Hidden(*layer(positions, hidden.states, hidden.residual))
             after.capture_end()
         query, key, value = (weak_ref_tensor(t).view(len(positions), -1, module.head_size) for t in found)
-        return LayerGraph(before, after, _weak(hidden), query, key, value, _weak(leaving)), leaving
+        return LayerGraph(before, after, weak(hidden), query, key, value, weak(leaving)), leaving
 
 
 def begin_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
@@ -181,7 +177,7 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _weak(hidden: Hidden) -> Hidden:
+def weak(hidden: Hidden) -> Hidden:
     """The same memory without keeping it from the graphs that are captured next."""
     residual = None if hidden.residual is None else weak_ref_tensor(hidden.residual)
     return Hidden(weak_ref_tensor(hidden.states), residual)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from cacheblend.kernels.pages import PagedLayer
+from cacheblend.kernels.place_rows import Rotations
 from cacheblend.kernels.row_tiles import RowTiles
 from cacheblend.vllm_backend.hidden import Hidden
 from cacheblend.vllm_backend.layer_graphs import attending
@@ -30,6 +31,7 @@ class Stack:
         attention: the attention module of each.
         pages: of each, strided views.
         first_tallied: the first layer whose attention is tallied.
+        rotations: of the model.
     """
 
     embed: Callable[[torch.Tensor], torch.Tensor]
@@ -37,9 +39,10 @@ class Stack:
     attention: Sequence[Any]
     pages: Sequence[LayerPages]
     first_tallied: int
+    rotations: Rotations
 
 
-class _LastAttended(Exception):
+class _LastReached(Exception):
     """Ends the last layer: nothing reads what leaves it."""
 
 
@@ -58,9 +61,9 @@ class PassLayers:
     def __init__(self, stack: Stack, tables: PassTables, device: torch.device) -> None:
         self._stack = stack
         self._tables = tables
-        self.mass = torch.zeros(tables.heads.kv, tables.room.context, dtype=torch.float32, device=device)
+        self.mass = torch.zeros(tables.heads.kv, tables.room.positions, dtype=torch.float32, device=device)
         width = tables.heads.query * tables.heads.dim
-        self._attended = torch.zeros(tables.most_rows, width, dtype=tables.heads.dtype, device=device)
+        self._attended = torch.zeros(tables.room.rows, width, dtype=tables.heads.dtype, device=device)
         self._kernels: dict[object, _Kernels] = {}
 
     @property
@@ -77,7 +80,7 @@ class PassLayers:
             hidden: what enters the first of them; None before the model's first.
 
         Returns:
-            What leaves the last of them; None behind the model's last, which ends with its attention.
+            What leaves the last of them; None behind the model's last, which ends where nothing reads what follows.
         """
         stack, positions = self._stack, self._tables.positions[:rows]
         if hidden is None:
@@ -86,7 +89,7 @@ class PassLayers:
             try:
                 with attending(stack.attention[index], self._attend(index, rows)):
                     hidden = Hidden(*stack.layers[index](positions, hidden.states, hidden.residual))
-            except _LastAttended:
+            except _LastReached:
                 return None
         return hidden
 
@@ -99,13 +102,17 @@ class PassLayers:
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
             query, key, value = (t.view(rows, -1, module.head_size) for t in (query, key, value))
-            pages.write(self._tables.slots[:rows], key, value)
-            out = attended.view(query.shape)
+            out, is_last = attended.view(query.shape), index == self.count - 1
             kernels = self._kernels_for(query, key, value, paged, module.impl.scale)
-            kernels.rows(query, paged, out)
-            kernels.question(query, key, value, paged, out, index >= self._stack.first_tallied)
-            if index == self.count - 1:
-                raise _LastAttended
+            if kernels.drift is not None:
+                kernels.drift(key, value, paged, None)
+            pages.write(self._tables.slots[:rows], key, value)
+            if not is_last or kernels.question is not None:
+                kernels.rows(query, paged, out)
+            if kernels.question is not None:
+                kernels.question(query, key, value, paged, out, index >= self._stack.first_tallied)
+            if is_last:
+                raise _LastReached
             return attended
 
         return attend
@@ -123,6 +130,7 @@ class PassLayers:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, paged: PagedLayer, scale: float
     ) -> _Kernels:
         # Here, for triton is not installed where there is no GPU.
+        from cacheblend.kernels.carry_drift_triton import DriftLaunches
         from cacheblend.kernels.rows_attention_triton import RowsLaunches
         from cacheblend.kernels.scoring_attention_triton import ScoringLaunches
 
@@ -137,16 +145,19 @@ class PassLayers:
             group=query.shape[1] // paged.kv_heads,
             config=tables.config,
         )
-        of_question = (paged, tables.block_table, scale, self.mass, tables.scoring, tables.sizes, tables.room)
+        of_question = (paged, tables.block_table, scale, self.mass, tables.scoring, tables.sizes, tables.scoring_room)
+        room = tables.room
         return _Kernels(
             RowsLaunches(query, paged, tables.block_table[None], tables.positions, scale, tiles),
-            ScoringLaunches(query, key, value, *of_question),
+            ScoringLaunches(query, key, value, *of_question) if room.partial_results else None,
+            DriftLaunches(key, value, paged, tables.drifting, self._stack.rotations) if room.moved_rows else None,
         )
 
 
 @dataclass(frozen=True, eq=False)
 class _Kernels:
-    """The attention of the rows that do not ask, and of those that do."""
+    """The attention of the rows that do not ask, that of those that do, and what moves with them; None for neither."""
 
     rows: Any
-    question: Any
+    question: Any | None
+    drift: Any | None

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
+from cacheblend.kernels.carry_drift import TILE_FIELDS, TILE_ROWS, DriftingRows, DriftTable
 from cacheblend.kernels.host_tables import empty_table
 from cacheblend.kernels.row_tiles import MERGE_FIELDS, NO_PART, WORK_FIELDS, divide_rows, most_tiles, tile_config
 from cacheblend.kernels.row_tiles import processors as processors_of
@@ -17,6 +18,8 @@ from cacheblend.vllm_backend.scoring import QuestionTally
 
 PARTIAL_RESULTS = 8192
 """Partial results of a kv head that a question may leave: 64 rows of four heads each in 32 parts."""
+MOVED_ROWS, MOVED_CHUNKS = 16384, 64
+"""Rows that may move with those that are recomputed, and the chunks these belong to."""
 
 
 @dataclass(frozen=True)
@@ -36,104 +39,139 @@ class Heads:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class PassRoom:
+    """What the tables of a pass have room for.
+
+    Attributes:
+        rows: of the pass.
+        positions: of a prompt.
+        partial_results: of a kv head that a question may leave; 0 where no rows ask.
+        moved_rows: that move with those of the pass; 0 where none do.
+        moved_chunks: that these belong to.
+    """
+
+    rows: int
+    positions: int
+    partial_results: int = 0
+    moved_rows: int = 0
+    moved_chunks: int = MOVED_CHUNKS
+
+    @property
+    def moved_tiles(self) -> int:
+        """Tiles that the rows that move are divided into."""
+        return -(-self.moved_rows // TILE_ROWS) + self.moved_chunks if self.moved_rows else 0
+
+
 class PassTables:
     """The table, and what it has room for.
 
-    Rows that a pass has less than the graph have no slot, and work items and merges that it has less have no rows: the
-    kernels do nothing for them.
+    Rows that a pass has less than the graph have no slot, and work items, merges and tiles that it has less have no
+    rows: the kernels do nothing for them.
 
     Args:
         heads: of the model.
-        most_rows: of a pass.
-        positions: most positions of a prompt.
+        room: for one pass.
         block_size: positions of a block.
         device: of the model.
-        partial_results: of a kv head that a question may leave.
 
     Attributes:
         heads: see above.
-        most_rows: see above.
-        token_ids, positions, slots: [most_rows] int64.
+        room: see above.
+        token_ids, positions, slots: [rows] int64.
         block_table: [blocks] int32, the prompt's.
         sizes: [5] int32, `ScoringPlan.sizes` of the question.
         work: [items, 6] int32, as `RowTiles.work`, of the rows that do not ask.
         merges: [merges, 4] int32, as `RowTiles.merges`.
+        drifting: rows that tell a drift, and rows that move by it.
         config: block sizes of the attention of rows that do not ask.
         scoring: for a question's heads and block sizes.
-        room: for a question's sizes.
+        scoring_room: for a question's sizes.
     """
 
-    def __init__(
-        self,
-        heads: Heads,
-        most_rows: int,
-        positions: int,
-        block_size: int,
-        device: torch.device,
-        partial_results: int = PARTIAL_RESULTS,
-    ) -> None:
+    def __init__(self, heads: Heads, room: PassRoom, block_size: int, device: torch.device) -> None:
         group = heads.query // heads.kv
         self.heads = heads
-        self.most_rows = most_rows
+        self.room = room
         self._device = device
         self._processors = processors_of(device)
         self.config = tile_config(heads.dtype, heads.dim, group, device)
         self.scoring = self._plan(0, 0)
-        most_items, most_merges = most_tiles(most_rows, group, heads.kv, self.config, self._processors)
-        programs = partial_results // self.scoring.attend.block_m + MOST_PARTS
-        self.room = ScoringRoom(most_rows * group, partial_results, programs, positions)
-        blocks = -(-positions // block_size)
-        ends = [
-            0,
-            *accumulate((len(self.scoring.sizes()), blocks, most_items * WORK_FIELDS, most_merges * MERGE_FIELDS)),
-        ]
-        self._fields = [slice(first, end) for first, end in pairwise(ends)]
+        most_items, most_merges = most_tiles(room.rows, group, heads.kv, self.config, self._processors)
+        programs = room.partial_results // self.scoring.attend.block_m + MOST_PARTS
+        self.scoring_room = ScoringRoom(room.rows * group, room.partial_results, programs, room.positions)
+        blocks = -(-room.positions // block_size)
+        self._small = _cut(len(self.scoring.sizes()), blocks, most_items * WORK_FIELDS, most_merges * MERGE_FIELDS)
+        telling = room.rows if room.moved_rows else 0
+        # What moves comes last: it is the most, and not brought where nothing does.
+        self._wide = _cut(
+            *[room.rows] * 3,
+            -(-self._small[-1].stop // 2),
+            *[telling] * 4,
+            room.moved_tiles * TILE_FIELDS,
+            *[room.moved_rows] * 2,
+        )
+        self._without_moved = self._wide[-2].start
         self._empty = self._make_empty()
-        self._table = torch.from_numpy(self._empty).to(device, copy=True)
-        self.token_ids, self.positions, self.slots = self._table[: 3 * most_rows].view(3, most_rows)
-        flat = self._table[3 * most_rows :].view(torch.int32)
-        self.sizes, self.block_table, work, merges = (flat[field] for field in self._fields)
+        self._table = torch.zeros(self._wide[-1].stop, dtype=torch.int64, device=device)
+        self._table[: self._without_moved] = torch.from_numpy(self._empty)
+        wide = [self._table[field] for field in self._wide]
+        self.token_ids, self.positions, self.slots, small = wide[:4]
+        self.sizes, self.block_table, work, merges = (small.view(torch.int32)[field] for field in self._small)
         self.work, self.merges = work.view(-1, WORK_FIELDS), merges.view(-1, MERGE_FIELDS)
+        of_pass, told_slots, told_at, told, tiles, left_slots, left = wide[4:]
+        tiles = tiles.view(-1, TILE_FIELDS)
+        self.drifting = DriftingRows((), of_pass, told_slots, told_at, told, left_slots, left, tiles)
 
-    def fill(self, rows: PromptRows, tally: QuestionTally | None) -> bool:
+    def fill(self, rows: PromptRows, tally: QuestionTally | None = None, drift: DriftTable | None = None) -> bool:
         """Bring a pass to the device, for what is queued on the current stream afterwards.
 
         Args:
             rows: of one prompt, those of a question last.
             tally: of the question, if any of the rows ask.
+            drift: what moves with the rows, if anything does.
 
         Returns:
             Whether there was room, and the whole question among the rows; nothing has changed if not.
         """
         start, end = (0, 0) if tally is None else (tally.start, tally.end)
         places, plan = rows.positions.numpy(), self._plan(end - start, start)
-        if not self._takes(places, plan):
+        if not self._takes(places, plan) or (drift is not None and not self._moves(drift)):
             return False
         count, asking = len(places), plan.rows
         # A copy that is under way reads the one before.
-        host = empty_table(len(self._empty), device=self._device)
+        host = empty_table(len(self._table), device=self._device)
         table = host.numpy()
-        table[:] = self._empty
-        told = table[: 3 * self.most_rows].reshape(3, self.most_rows)
+        table[: self._without_moved] = self._empty
+        wide = [table[field] for field in self._wide]
         # A few of the prompt's ids, without making a tensor of all.
-        told[0, :count] = [rows.prompt.ids[place] for place in places.tolist()]
-        told[1, :count] = places
-        told[2, :count] = rows.slots().numpy()
-        sizes, blocks, work, merges = self._split(table)
+        wide[0][:count] = [rows.prompt.ids[place] for place in places.tolist()]
+        wide[1][:count] = places
+        wide[2][:count] = rows.slots().numpy()
+        sizes, blocks, work, merges = (wide[3].view(np.int32)[field] for field in self._small)
         if asking:
             sizes[:] = plan.sizes(count - asking)
         reached = min(len(blocks), len(rows.prompt.block_ids))
         blocks[:reached] = rows.prompt.block_ids.numpy()[:reached]
         self._divide(places[: count - asking], work, merges)
-        self._table.copy_(host, non_blocking=True)
+        brought = self._without_moved
+        if drift is not None:
+            told, left, brought = drift.columns[:4], drift.columns[4:], len(table)
+            for column, filled in zip(wide[4:], (*told, drift.tiles.ravel(), *left), strict=True):
+                column[: len(filled)] = filled
+        self._table[:brought].copy_(host[:brought], non_blocking=True)
         return True
 
     def _takes(self, places: np.ndarray, plan: ScoringPlan) -> bool:
         """Whether there is room for rows at `places`, and the question of `plan` is whole and last among them."""
-        if len(places) > self.most_rows or not self.room.holds(plan):
+        if len(places) > self.room.rows or not self.scoring_room.holds(plan):
             return False
         fresh, end = len(places) - plan.rows, plan.context + plan.rows
         return not plan.rows or (int(np.searchsorted(places, plan.context)) == fresh and int(places[-1]) == end - 1)
+
+    def _moves(self, drift: DriftTable) -> bool:
+        """Whether there is room for what moves."""
+        return len(drift.columns[-1]) <= self.room.moved_rows and len(drift.tiles) <= self.room.moved_tiles
 
     def _divide(self, places: np.ndarray, work: np.ndarray, merges: np.ndarray) -> None:
         heads = self.heads
@@ -156,13 +194,14 @@ class PassTables:
         )
 
     def _make_empty(self) -> np.ndarray:
-        """[n] int64, the table of a pass without rows."""
-        table = np.zeros(3 * self.most_rows + -(-self._fields[-1].stop // 2), dtype=np.int64)
-        table[2 * self.most_rows : 3 * self.most_rows] = NO_SLOT
-        self._split(table)[2].reshape(-1, WORK_FIELDS)[:, -1] = NO_PART
+        """[n] int64, the table of a pass without rows, up to what moves."""
+        table = np.zeros(self._without_moved, dtype=np.int64)
+        slots, small, told_slots = (table[self._wide[field]] for field in (2, 3, 5))
+        slots[:] = told_slots[:] = NO_SLOT
+        small.view(np.int32)[self._small[2]].reshape(-1, WORK_FIELDS)[:, -1] = NO_PART
         return table
 
-    def _split(self, table: np.ndarray) -> list[np.ndarray]:
-        """Sizes, block table, work and merges, each flat int32, of a table on the host."""
-        flat = table[3 * self.most_rows :].view(np.int32)
-        return [flat[field] for field in self._fields]
+
+def _cut(*lengths: int) -> list[slice]:
+    """Fields of these lengths, one behind another."""
+    return [slice(first, end) for first, end in pairwise(accumulate(lengths, initial=0))]

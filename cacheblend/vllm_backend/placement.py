@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,10 +24,10 @@ from cacheblend.vllm_backend.rows import PromptPages
 from kvstore.chunk import ChunkKV
 from kvstore.cuda_runtime import copy_to_device
 
-COPIED_AT_ONCE, COPIED_BEFORE_ROWS = 3, 4
-"""Groups whose copies start before the table of rows is made, and before the first pass's own rows are.
+COPIED_AT_ONCE, GROUPS_AHEAD = 3, 4
+"""Groups whose copies start before the table of rows is made, and groups that are under way from then on.
 
-They keep the link busy meanwhile; asking for all of them at once would keep the host from making the table.
+They keep the link busy meanwhile; asking for all of them at once would keep the host from what the device waits for.
 """
 
 
@@ -57,15 +58,41 @@ class PlacedSpan:
         return self.span.end - self.start
 
 
+class PlacementStreams(NamedTuple):
+    """Where chunks come into the pages of a GPU, beside what is computed.
+
+    Attributes:
+        copying: from the host to a ring of layers.
+        placing: from there, or from the GPU pool, into the pages.
+    """
+
+    copying: torch.cuda.Stream
+    placing: torch.cuda.Stream
+
+
+@cache
+def placement_streams(device: torch.device) -> PlacementStreams:
+    """The same for every blend, for PyTorch hands out few."""
+    return PlacementStreams(torch.cuda.Stream(device), torch.cuda.Stream(device))
+
+
 class LayerPlacement(Protocol):
-    """Writes each layer's chunk KV into the pages when a pass first comes to that layer."""
+    """Writes each layer's chunk KV into the pages before a pass comes to that layer."""
 
     def is_due(self, layer: int) -> bool:
         """Whether a layer up to `layer` is not written yet."""
         ...
 
     def ensure(self, layer: int) -> None:
-        """Write every layer up to `layer` that is not written yet."""
+        """Have every layer up to `layer` written for what is queued on the current stream afterwards."""
+        ...
+
+    def start_all(self) -> None:
+        """Start everything, for the host is about to wait."""
+        ...
+
+    def end(self) -> None:
+        """Have the current stream wait for all that was started: the pages may be somebody else's afterwards."""
         ...
 
 
@@ -78,7 +105,7 @@ def place_layers(spans: Sequence[PlacedSpan], forward: LayersForward, rotary: Ro
         rotary: of the model.
     """
     if spans and forward.device.type == "cuda" and forward.pages[0].views is not None:
-        return StagedPlacement(spans, forward.layers_pages, rotary, forward.device, forward.staging_stream)
+        return StagedPlacement(spans, forward.layers_pages, rotary, forward.device)
     return PlainPlacement(spans, forward.pages, rotary, forward.device)
 
 
@@ -105,6 +132,12 @@ class PlainPlacement:
             self._place(self._next)
             self._next += 1
 
+    def start_all(self) -> None:
+        """See `LayerPlacement.start_all`: nothing here happens beside what is computed."""
+
+    def end(self) -> None:
+        """See `LayerPlacement.end`."""
+
     def _place(self, layer: int) -> None:
         parts = [span.chunk.kv[layer, :, span.rows].to(self._device) for span in self._spans]
         keys, values = torch.cat(parts, dim=1)
@@ -112,11 +145,11 @@ class PlainPlacement:
 
 
 class StagedPlacement:
-    """Places a few layers with one kernel, from the device's memory.
+    """Places a few layers with one kernel, from the device's memory, on a stream beside the one that computes.
 
-    Where the pages are strided views. Chunks on the host are copied, a few layers ahead, on a stream of its own into a
-    ring of layers, so that the next ones arrive while those before them are placed and computed. Chunks that are on the
-    device already are read where they are.
+    Where the pages are strided views. Chunks on the host are copied on another stream into a ring of layers, and leave
+    it as soon as they are placed, however far the computation is. Chunks that are on the device already are read where
+    they are.
     """
 
     def __init__(
@@ -125,28 +158,31 @@ class StagedPlacement:
         pages: LayersPages,
         rotary: RotaryTables,
         device: torch.device,
-        stream: torch.cuda.Stream,
     ) -> None:
         self._pages = pages
         self._rotations = rotary.all
-        self._device = device
-        self._stream = stream
-        self._next = 0
+        self._streams = streams = placement_streams(device)
+        self._next = self._started = self._copied = 0
         self._groups = layer_groups(len(pages.layer_offsets))
         self._staged = [span.chunk.kv for span in spans if not span.chunk.kv.is_cuda]
         room = ring_layers(len(pages.layer_offsets))
         sizes = [room * kv[0].numel() for kv in self._staged]
         offsets = list(accumulate(sizes, initial=0))
-        self._buffer = torch.empty(offsets[-1], dtype=pages.keys.dtype, device=device)
+        # Room in the ring is free when earlier blends are placed, but pages only when earlier work on them is done.
+        streams.copying.wait_stream(streams.placing)
+        streams.placing.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(streams.placing):
+            self._buffer = torch.empty(offsets[-1], dtype=pages.keys.dtype, device=device)
         # A blend that fails lets go of it while copies may still be under way.
-        self._buffer.record_stream(stream)
+        self._buffer.record_stream(streams.copying)
         parts = self._buffer.split(sizes)
         self._rings = [part.view(room, *kv.shape[1:]) for part, kv in zip(parts, self._staged, strict=False)]
         self._arrived = [torch.cuda.Event() for _ in self._groups]
-        self._copied = 0 if self._staged else len(self._groups)
-        self._copy_ahead(COPIED_AT_ONCE)
-        self._rows = stored_rows(spans, offsets, self._buffer)
-        self._copy_ahead(COPIED_BEFORE_ROWS)
+        self._placed = [torch.cuda.Event() for _ in self._groups]
+        self._copy_until(COPIED_AT_ONCE)
+        with torch.cuda.stream(streams.placing):
+            self._rows = stored_rows(spans, offsets, self._buffer)
+        self._copy_until(GROUPS_AHEAD)
 
     def is_due(self, layer: int) -> bool:
         """See `LayerPlacement.is_due`."""
@@ -155,35 +191,53 @@ class StagedPlacement:
     def ensure(self, layer: int) -> None:
         """See `LayerPlacement.ensure`."""
         while self.is_due(layer):
-            self._place(self._next)
+            self._start_until(self._next + 1)
+            self._placed[self._next].wait()
             self._next += 1
-            self._copy_ahead(len(self._groups))
+            self._start_until(self._next + GROUPS_AHEAD - 1)
+
+    def start_all(self) -> None:
+        """See `LayerPlacement.start_all`."""
+        self._start_until(len(self._groups))
+
+    def end(self) -> None:
+        """See `LayerPlacement.end`."""
+        torch.cuda.current_stream(self._buffer.device).wait_stream(self._streams.placing)
+
+    def _start_until(self, end: int) -> None:
+        """Start the groups before `end`."""
+        end = min(end, len(self._groups))
+        if self._started >= end:
+            return
+        with torch.cuda.stream(self._streams.placing):
+            while self._started < end:
+                self._copy_until(self._started + 1)
+                self._place(self._started)
+                self._started += 1
 
     def _place(self, index: int) -> None:
+        group = self._groups[index]
         if self._staged:
             self._arrived[index].wait()
-        group = self._groups[index]
         place_rows(self._buffer, self._rows, self._pages, self._rotations, group.turn, group.first, group.layers)
+        self._placed[index].record()
 
-    def _copy_ahead(self, end: int) -> None:
-        """Start copying the groups before `end` whose room in the ring is free."""
-        ready = self._copied
-        while ready < min(end, len(self._groups)) and self._groups[ready].after < self._next:
-            ready += 1
-        if ready > self._copied:
-            # What is queued on the main stream may still read that room: placements, and at first earlier work.
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        while self._copied < ready:
+    def _copy_until(self, end: int) -> None:
+        """Start copying the groups before `end`."""
+        while self._staged and self._copied < min(end, len(self._groups)):
+            before = self._groups[self._copied].after
+            if before >= 0:
+                self._streams.copying.wait_event(self._placed[before])
             self._copy(self._copied)
             self._copied += 1
 
     def _copy(self, index: int) -> None:
         """Start copying a group of layers."""
-        group = self._groups[index]
+        group, stream = self._groups[index], self._streams.copying
         for ring, kv in zip(self._rings, self._staged, strict=True):
             room = ring[group.turn : group.turn + group.layers]
-            copy_to_device(room, kv[group.first : group.first + group.layers], self._stream)
-        self._arrived[index].record(self._stream)
+            copy_to_device(room, kv[group.first : group.first + group.layers], stream)
+        self._arrived[index].record(stream)
 
 
 def stored_rows(spans: Sequence[PlacedSpan], offsets: Sequence[int], buffer: torch.Tensor) -> StoredRows:

@@ -19,10 +19,8 @@ from cacheblend.vllm_backend.executor import BlendExecutor, workspace_rows
 from cacheblend.vllm_backend.forward import LayersForward
 from cacheblend.vllm_backend.live_model import model_of
 from cacheblend.vllm_backend.messages import BlendOrder, Collected, CollectOrder, StepOrders, WorkerReport
-from cacheblend.vllm_backend.model_identity import transformers_config
 from cacheblend.vllm_backend.placement import staging_bytes
 from cacheblend.vllm_backend.ranks import Ranks
-from cacheblend.vllm_backend.rotary import RotaryTables
 from cacheblend.vllm_backend.rows import PromptPages
 from cacheblend.vllm_backend.settings import ConnectorSettings
 from cacheblend.vllm_backend.worker_store import WorkerStore, open_store
@@ -79,9 +77,6 @@ class WorkerHalf:
             forward = LayersForward(
                 self._config, self._kv_cache_config, caches, model, self._settings.attention, graph_rows
             )
-        rotary = RotaryTables(
-            transformers_config(self._config), forward.device, self._config.model_config.max_model_len
-        )
         most_rows = self._config.scheduler_config.max_num_batched_tokens
         rows_per_step = self._settings.max_rows_per_step or most_rows
         pass_rows = min(most_rows, rows_per_step)
@@ -91,7 +86,7 @@ class WorkerHalf:
         held.store.subscribe(self._events.put)
         self._worker_store = held
         self._forward = forward
-        self._executor = BlendExecutor(forward, rotary, held.store, self._ranks, most_rows, rows_per_step)
+        self._executor = BlendExecutor(forward, forward.rotary, held.store, self._ranks, most_rows, rows_per_step)
         self._report.costs = measure_costs(forward, self._root, min(most_rows, self._config.model_config.max_model_len))
         logger.info("cacheblend attends with kernel '%s'", forward.kernel)
 

@@ -8,7 +8,7 @@ import torch
 from rows_attention_samples import empty_pages
 
 from cacheblend.drift import PRIOR, REACH
-from cacheblend.kernels.carry_drift import ChunkRange, DriftingRows, KeysValues, moved_rows
+from cacheblend.kernels.carry_drift import ChunkRange, DriftingRows, DriftTable, KeysValues, moved_rows
 from cacheblend.kernels.pages import PagedLayer
 from cacheblend.kernels.place_rows import Rotations
 
@@ -73,12 +73,12 @@ def drift_case(
     index = torch.cat(of_pass)
     # Rows of other prompts stand before and between those of the pass.
     width, count = kv_heads * head_dim, 2 * len(index) + 1
-    rows = DriftingRows.on(
-        torch.device(device),
+    table = DriftTable.of(
         ranges,
         *([column.numpy()] for column in (torch.arange(len(index)) * 2 + 1, slots[index], torch.cat(places))),
         *([column.numpy()] for column in (torch.cat(told), slots[torch.cat(left)], torch.cat(left))),
     )
+    rows = DriftingRows.on(torch.device(device), table)
     projected = torch.randn(count, 5 * width, generator=g).to(device, dtype)
     keys, values = (projected[:, at * width : (at + 1) * width].view(count, kv_heads, head_dim) for at in (3, 4))
     angles = torch.arange(length)[:, None] / torch.logspace(0, 3, head_dim // 2)

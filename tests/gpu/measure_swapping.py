@@ -165,7 +165,7 @@ def tune(bench: Bench, prompts: Prompts, arms: Sequence[dict[str, Any]], load_ms
     """Of these options, those whose recomputing takes nearest to `load_ms` with every chunk in the pool."""
 
     def milliseconds_off(options: dict[str, Any]) -> float:
-        found = [first_token(bench.llm, prompts, options)[1]["parts_ms"]["recompute"] for _ in range(4)]
+        found = [recompute_ms(first_token(bench.llm, prompts, options)[1]["parts_ms"], options) for _ in range(4)]
         return abs(statistics.median(found[1:]) - load_ms)
 
     return min(arms, key=milliseconds_off)
@@ -205,8 +205,14 @@ def _enter(bench: Bench, prompts: Prompts, state: str) -> None:
         bench.set_pool(bench.pool_bytes)
 
 
-def judge_arm(states: dict[str, list[dict[str, Any]]], gb_s: float, layers: int) -> dict[str, Any]:
-    """What the runs of one arm come to; see the bars of the issue."""
+def recompute_ms(parts_ms: dict[str, float], options: dict[str, Any]) -> float:
+    """Of one blend; `deviation` compares rows while it recomputes, where `query` has asked before."""
+    compared = parts_ms.get("score", 0.0) if options["selector"] == "deviation" else 0.0
+    return parts_ms["recompute"] + compared
+
+
+def judge_arm(states: dict[str, list[dict[str, Any]]], arm: dict[str, Any], gb_s: float, layers: int) -> dict[str, Any]:
+    """What the runs of an arm of these options come to; see the bars of the issue."""
 
     def median(state: str, value: Callable[[dict[str, Any]], float]) -> float:
         return statistics.median(value(run) for run in states[state])
@@ -227,7 +233,7 @@ def judge_arm(states: dict[str, list[dict[str, Any]]], gb_s: float, layers: int)
     }
     load_ms = states["host"][0]["bytes_loaded"]["host"] / gb_s / 1e6
     copy_ms = median("host timed", lambda run: run["copy_ms"])
-    alone_ms = by_state["gpu"]["parts_ms"]["recompute"]
+    alone_ms = recompute_ms(by_state["gpu"]["parts_ms"], arm)
     bound_ms = max(load_ms, alone_ms) + load_ms / layers
     extra_ms = by_state["host"]["connector_ms"] - by_state["gpu"]["connector_ms"]
     return {
@@ -321,7 +327,7 @@ def measure_overlap(bench: Bench, args: argparse.Namespace, prompts: Prompts, gb
     }
     runs = measure_blends(bench, watch, prompts, arms, args.rounds)
     layers = llama_8b.CONFIG["num_hidden_layers"]
-    found = {arm: judge_arm(states, gb_s, int(layers)) for arm, states in runs.items()}
+    found = {arm: judge_arm(states, arms[arm], gb_s, int(layers)) for arm, states in runs.items()}
     for arm, numbers in found.items():
         balanced = arms[arm] in (head, ratio)
         for state, values in numbers["states"].items():

@@ -163,7 +163,7 @@ class Bench:
 
 
 class CopyWatch:
-    """Puts events around the staged copies, and around the waits for them, while `on`."""
+    """Puts events around the staged copies, and around the model's waits for what they bring, while `on`."""
 
     def __init__(self) -> None:
         self.on = False
@@ -175,10 +175,11 @@ class CopyWatch:
             if not self.on or not placement._staged:
                 original(placement, group)
                 return
-            placement._arrived = [_Arrival.of(arrived, self) for arrived in placement._arrived]
-            begin = mark(placement._stream)
+            placement._placed = [_Placed.of(placed, self) for placed in placement._placed]
+            stream = placement._streams.copying
+            begin = mark(stream)
             original(placement, group)
-            self.copies.append((begin, mark(placement._stream)))
+            self.copies.append((begin, mark(stream)))
 
         StagedPlacement._copy = copy  # type: ignore[method-assign]
 
@@ -194,20 +195,24 @@ class CopyWatch:
         return totals
 
 
-class _Arrival:
-    """The event that a group of layers has arrived, and how long the model's stream waits for it."""
+class _Placed:
+    """The event that a group of layers is in the pages, and how long the model's stream waits for it."""
 
     def __init__(self, event: Any, watch: CopyWatch) -> None:
         self._event, self._watch = event, watch
 
     @classmethod
-    def of(cls, event: Any, watch: CopyWatch) -> _Arrival:
+    def of(cls, event: Any, watch: CopyWatch) -> _Placed:
         return event if isinstance(event, cls) else cls(event, watch)
 
-    def record(self, stream: Any) -> None:
-        self._event.record(stream)
+    def record(self) -> None:
+        self._event.record()
 
-    def wait(self) -> None:
+    def wait(self, stream: Any = None) -> None:
+        if stream is not None:
+            # That of the next copies, for room in the ring.
+            self._event.wait(stream)
+            return
         begin = mark()
         self._event.wait()
         self._watch.waits.append((begin, mark()))

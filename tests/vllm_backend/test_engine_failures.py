@@ -120,7 +120,8 @@ def test_a_blend_that_raises_is_a_full_prefill_and_others_do_not_notice(engine, 
         return real(self, first, last, hidden, rows, *args, **kwargs)
 
     monkeypatch.setattr(LayersForward, "run", run)
-    monkeypatch.setattr(LayersForward, "run_few", lambda *_: False)
+    for few in ("score_few", "recompute_few"):
+        monkeypatch.setattr(LayersForward, few, lambda *_: False)
     first, *rest = engine.ask(victim, *others, tokens=3)
     assert first.meta["mode"] == "full"
     assert first.meta["fallback_reasons"] == ["blend_failed: RuntimeError"]

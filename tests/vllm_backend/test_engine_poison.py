@@ -55,7 +55,8 @@ def test_a_blend_that_fails_over_a_partial_hit_keeps_no_row_of_the_namespace(eng
         raise RuntimeError("injected")
 
     monkeypatch.setattr(LayersForward, "run", run)
-    monkeypatch.setattr(LayersForward, "run_few", lambda *_: False)
+    for few in ("score_few", "recompute_few"):
+        monkeypatch.setattr(LayersForward, few, lambda *_: False)
     (answer,) = finish(engine).values()
     monkeypatch.undo()
     assert (answer.meta["mode"], answer.meta["fallback_reasons"]) == ("full", ["blend_failed: RuntimeError"])

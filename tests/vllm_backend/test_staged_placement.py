@@ -1,0 +1,218 @@
+"""Chunks that come to a GPU beside the computation: whatever order its streams run in, no layer is read too early.
+
+The streams are played: what is asked of them is kept, and run one operation at a time in any order that their events
+allow. So no GPU is needed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend.vllm_backend import placement as module
+from cacheblend.vllm_backend.layer_groups import layer_groups, ring_layers
+from cacheblend.vllm_backend.placement import PlacementStreams, StagedPlacement
+
+
+class Device:
+    """A GPU's streams; `main` is the model's."""
+
+    def __init__(self) -> None:
+        self.main, self.copying, self.placing = Stream(self), Stream(self), Stream(self)
+        self.current = self.main
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def run(self, choose: Callable[[int], int]) -> None:
+        """Everything that was asked for; `choose` says which of n streams that may go on does."""
+        streams = (self.main, self.copying, self.placing)
+        while any(stream.queue for stream in streams):
+            ready = [stream for stream in streams if stream.queue and stream.queue[0][0]()]
+            assert ready, "the streams wait for one another"
+            ready[choose(len(ready))].queue.popleft()[1]()
+
+
+class Stream:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.queue: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque()
+
+    def ask(self, work: Callable[[], None], may: Callable[[], bool] = lambda: True) -> None:
+        self.queue.append((may, work))
+
+    def wait_stream(self, other: Stream) -> None:
+        event = Event(self.device)
+        event.record(other)
+        self.wait_event(event)
+
+    def wait_event(self, event: Event) -> None:
+        version = event.asked
+        assert version, "an event that nobody has recorded holds nobody back"
+        self.ask(lambda: None, lambda: event.reached >= version)
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.asked = self.reached = 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.asked += 1
+        version = self.asked
+
+        def reach() -> None:
+            self.reached = version
+
+        (stream or self.device.current).ask(reach)
+
+    def wait(self) -> None:
+        self.device.current.wait_event(self)
+
+
+class Chunks:
+    """One chunk in each tier that is asked for, and the pages; both hold numbers of layers."""
+
+    def __init__(self, layers: int, on_host: bool, in_pool: bool, patch: pytest.MonkeyPatch) -> None:
+        self.device = device = Device()
+        self.pages: dict[int, int] = {}
+        self.ring: list[int | None] = [None] * ring_layers(layers)
+        self.on_host = on_host
+        cuda = SimpleNamespace(
+            Event=lambda: Event(device), stream=device.on, current_stream=lambda _=None: device.current
+        )
+        patch.setattr(module, "torch", SimpleNamespace(cuda=cuda, empty=lambda *_, **__: Buffer()))
+        patch.setattr(module, "placement_streams", lambda _: PlacementStreams(device.copying, device.placing))
+        patch.setattr(module, "stored_rows", lambda *_: None)
+        patch.setattr(module, "copy_to_device", self.copy)
+        patch.setattr(module, "place_rows", self.place)
+        tiers = [False] * on_host + [True] * in_pool
+        spans = [SimpleNamespace(chunk=SimpleNamespace(kv=Kv(range(layers), is_cuda))) for is_cuda in tiers]
+        # Earlier work of the model still reads the pages.
+        self.pages_are_free = False
+        device.main.ask(self.free_pages)
+        pages: Any = SimpleNamespace(layer_offsets=range(layers), keys=SimpleNamespace(dtype=None))
+        rotary: Any = SimpleNamespace(all=None)
+        given: Any = spans
+        self.placement = StagedPlacement(given, pages, rotary, torch.device("cuda"))
+
+    def free_pages(self) -> None:
+        self.pages_are_free = True
+
+    def copy(self, room: range, source: Kv, stream: Any) -> None:
+        def work() -> None:
+            for turn, layer in zip(room, source.layers, strict=True):
+                self.ring[turn] = layer
+
+        stream.ask(work)
+
+    def place(self, _: Any, __: Any, ___: Any, ____: Any, turn: int, first: int, layers: int) -> None:
+        def work() -> None:
+            assert self.pages_are_free
+            if self.on_host:
+                assert self.ring[turn : turn + layers] == list(range(first, first + layers))
+            self.pages.update((layer, layer) for layer in range(first, first + layers))
+
+        assert self.device.current is self.device.placing
+        self.device.placing.ask(work)
+
+    def compute(self, layer: int) -> None:
+        """The model's next layer, whose pages must be there."""
+
+        def work() -> None:
+            assert self.pages[layer] == layer
+
+        self.device.main.ask(work)
+
+
+class Kv:
+    """[layers, ..] of a chunk."""
+
+    dtype = None
+
+    def __init__(self, layers: range, is_cuda: bool) -> None:
+        self.layers = layers
+        self.is_cuda = is_cuda
+        self.shape = (len(layers), 1)
+
+    def __getitem__(self, index: Any) -> Any:
+        return Kv(self.layers[index], self.is_cuda) if isinstance(index, slice) else self
+
+    def numel(self) -> int:
+        return 1
+
+
+class Buffer:
+    device = None
+
+    def record_stream(self, _: Any) -> None:
+        """Nothing to record."""
+
+    def split(self, sizes: list[int]) -> list[Any]:
+        return [SimpleNamespace(view=lambda room, *_: range(room)) for _ in sizes]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 40),
+    st.sampled_from([(True, False), (False, True), (True, True)]),
+    st.integers(0, 40),
+    st.sampled_from([1, 2, 5]),
+    st.data(),
+)
+def test_no_layer_is_computed_before_it_is_placed_and_no_room_is_filled_before_it_is_free(
+    layers, tiers, all_at, step, data
+):
+    with pytest.MonkeyPatch.context() as patch:
+        chunks = Chunks(layers, *tiers, patch)
+        for layer in range(0, layers, step):
+            if layer >= all_at:
+                chunks.placement.start_all()
+            last = min(layers, layer + step) - 1
+            chunks.placement.ensure(last)
+            assert not chunks.placement.is_due(last)
+            for index in range(layer, last + 1):
+                chunks.compute(index)
+        chunks.placement.end()
+        chunks.device.run(lambda ready: data.draw(st.integers(0, ready - 1)) if ready > 1 else 0)
+        assert set(chunks.pages) >= set(range(layers))
+
+
+@pytest.mark.parametrize("ensured", [0, 1, 9])
+def test_a_blend_that_ends_early_leaves_nothing_on_its_way_into_pages_for_later_work(ensured, monkeypatch):
+    chunks = Chunks(32, True, False, monkeypatch)
+    chunks.placement.ensure(ensured)
+    chunks.placement.end()
+    ended: list[set[int]] = []
+    chunks.device.main.ask(lambda: ended.append(set(chunks.pages)))
+    # The model's stream goes on whenever it may.
+    chunks.device.run(lambda _: 0)
+    assert ended == [set(chunks.pages)]
+
+
+def test_starting_everything_asks_for_every_layer_before_any_is_waited_for(monkeypatch):
+    chunks = Chunks(32, True, False, monkeypatch)
+    chunks.placement.start_all()
+    chunks.device.run(lambda ready: ready - 1)
+    assert set(chunks.pages) == set(range(32))
+
+
+def test_few_layers_are_on_their_way_before_the_first_one_is_wanted(monkeypatch):
+    chunks = Chunks(32, True, False, monkeypatch)
+    chunks.device.run(lambda _: 0)
+    assert sorted(layer for layer in chunks.ring if layer is not None) == list(range(8))
+    assert sum(group.layers for group in layer_groups(32)[: module.GROUPS_AHEAD]) == 8
