@@ -16,6 +16,7 @@ the caller can spread a large blend over several engine steps.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
@@ -48,6 +49,9 @@ from kvstore.store import ChunkStore
 from kvstore.tiers import Tier
 
 logger = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 5e-5
+"""Pause between two looks whether the device is done; a group of layers is on the link for a millisecond or two."""
 
 
 @dataclass
@@ -123,9 +127,18 @@ class _Placing:
             with self._times.stage("relocate"):
                 self._placement.ensure(layer)
 
-    def start_all(self) -> None:
-        """See `LayerPlacement.start_all`."""
-        self._placement.start_all()
+    def fetch(self, found: torch.Tensor) -> torch.Tensor:
+        """`found` on the host; chunks go on coming while the device is waited for."""
+        if not found.is_cuda:
+            return found
+        host = torch.empty_like(found, device="cpu", pin_memory=True)
+        host.copy_(found, non_blocking=True)
+        there = torch.cuda.Event()
+        there.record()
+        while not there.query():
+            self._placement.advance()
+            time.sleep(LOOK_AGAIN_S)
+        return host
 
     def end(self) -> None:
         """See `LayerPlacement.end`."""
@@ -271,10 +284,8 @@ class BlendBatch:
         for first, last in zip([0, *drops], [*drops, layers], strict=True):
             if first in drops and hidden is not None:
                 placing.ensure(first)
-                # Narrowing waits for the device.
-                placing.start_all()
                 with times.stage("score"):
-                    hidden = self._narrow(first, hidden, prompts)
+                    hidden = self._narrow(first, hidden, prompts, placing)
             for selection in choosing:
                 selection.count_layers(last - first)
             kept: list[Hidden] = []
@@ -348,9 +359,9 @@ class BlendBatch:
         else:
             prompt.rows = PromptRows(prompt.pages, fresh)
 
-    def _narrow(self, layer: int, hidden: Hidden, prompts: Sequence[_Prompt]) -> Hidden:
+    def _narrow(self, layer: int, hidden: Hidden, prompts: Sequence[_Prompt], placing: _Placing) -> Hidden:
         """Drop the rows whose KV at `layer` deviates least from what is in the pages."""
-        deviations = self._deviations(layer, hidden, prompts)
+        deviations = self._deviations(layer, hidden, prompts, placing)
         kept = []
         for prompt in prompts:
             if prompt.selection is not None and prompt.selection.drops_at(layer):
@@ -363,7 +374,9 @@ class BlendBatch:
         going_on = torch.from_numpy(np.flatnonzero(np.concatenate(kept)))
         return hidden.take(on_device(going_on, self.forward.device))
 
-    def _deviations(self, layer: int, hidden: Hidden, prompts: Sequence[_Prompt]) -> dict[str, torch.Tensor]:
+    def _deviations(
+        self, layer: int, hidden: Hidden, prompts: Sequence[_Prompt], placing: _Placing
+    ) -> dict[str, torch.Tensor]:
         """Squared difference of new and stored KV, over all heads of all ranks, of the prompts that drop rows by it.
 
         Returns:
@@ -392,7 +405,7 @@ class BlendBatch:
                 first += len(rows)
         deviations = torch.empty(0)
         if found:
-            deviations = self.ranks.sum(found[0] if len(found) == 1 else torch.cat(found)).cpu()
+            deviations = placing.fetch(self.ranks.sum(found[0] if len(found) == 1 else torch.cat(found)))
         return dict(zip(lengths, deviations.split(list(lengths.values())), strict=True))
 
 

@@ -24,10 +24,10 @@ from cacheblend.vllm_backend.rows import PromptPages
 from kvstore.chunk import ChunkKV
 from kvstore.cuda_runtime import copy_to_device
 
-COPIED_AT_ONCE, GROUPS_AHEAD = 3, 4
-"""Groups whose copies start before the table of rows is made, and groups that are under way from then on.
+GROUPS_AHEAD = 2
+"""Groups that are under way before the first one is wanted, and from then on.
 
-They keep the link busy meanwhile; asking for all of them at once would keep the host from what the device waits for.
+They keep the link busy; asking for more would keep the host from what the device waits for.
 """
 
 
@@ -87,8 +87,8 @@ class LayerPlacement(Protocol):
         """Have every layer up to `layer` written for what is queued on the current stream afterwards."""
         ...
 
-    def start_all(self) -> None:
-        """Start everything, for the host is about to wait."""
+    def advance(self) -> None:
+        """Start whatever has room, for the host has time."""
         ...
 
     def end(self) -> None:
@@ -132,8 +132,8 @@ class PlainPlacement:
             self._place(self._next)
             self._next += 1
 
-    def start_all(self) -> None:
-        """See `LayerPlacement.start_all`: nothing here happens beside what is computed."""
+    def advance(self) -> None:
+        """See `LayerPlacement.advance`: nothing here happens beside what is computed."""
 
     def end(self) -> None:
         """See `LayerPlacement.end`."""
@@ -162,9 +162,10 @@ class StagedPlacement:
         self._pages = pages
         self._rotations = rotary.all
         self._streams = streams = placement_streams(device)
-        self._next = self._started = self._copied = 0
         self._groups = layer_groups(len(pages.layer_offsets))
         self._staged = [span.chunk.kv for span in spans if not span.chunk.kv.is_cuda]
+        self._next = self._started = 0
+        self._copied = 0 if self._staged else len(self._groups)
         room = ring_layers(len(pages.layer_offsets))
         sizes = [room * kv[0].numel() for kv in self._staged]
         offsets = list(accumulate(sizes, initial=0))
@@ -179,10 +180,9 @@ class StagedPlacement:
         self._rings = [part.view(room, *kv.shape[1:]) for part, kv in zip(parts, self._staged, strict=False)]
         self._arrived = [torch.cuda.Event() for _ in self._groups]
         self._placed = [torch.cuda.Event() for _ in self._groups]
-        self._copy_until(COPIED_AT_ONCE)
+        self._copy_until(GROUPS_AHEAD)
         with torch.cuda.stream(streams.placing):
             self._rows = stored_rows(spans, offsets, self._buffer)
-        self._copy_until(GROUPS_AHEAD)
 
     def is_due(self, layer: int) -> bool:
         """See `LayerPlacement.is_due`."""
@@ -191,29 +191,34 @@ class StagedPlacement:
     def ensure(self, layer: int) -> None:
         """See `LayerPlacement.ensure`."""
         while self.is_due(layer):
-            self._start_until(self._next + 1)
+            self._start_until(self._next + 1, wanted=True)
             self._placed[self._next].wait()
             self._next += 1
             self._start_until(self._next + GROUPS_AHEAD - 1)
 
-    def start_all(self) -> None:
-        """See `LayerPlacement.start_all`."""
+    def advance(self) -> None:
+        """See `LayerPlacement.advance`."""
         self._start_until(len(self._groups))
 
     def end(self) -> None:
         """See `LayerPlacement.end`."""
         torch.cuda.current_stream(self._buffer.device).wait_stream(self._streams.placing)
 
-    def _start_until(self, end: int) -> None:
-        """Start the groups before `end`."""
+    def _start_until(self, end: int, wanted: bool = False) -> None:
+        """Start the groups before `end`, up to the first that has no room yet unless they are wanted now.
+
+        A copy that waits for room holds small ones up that are asked for after it, whatever their stream.
+        """
         end = min(end, len(self._groups))
-        if self._started >= end:
-            return
-        with torch.cuda.stream(self._streams.placing):
-            while self._started < end:
-                self._copy_until(self._started + 1)
+        while self._started < end and (wanted or self._has_room(self._started)):
+            self._copy_until(self._started + 1)
+            with torch.cuda.stream(self._streams.placing):
                 self._place(self._started)
-                self._started += 1
+            self._started += 1
+
+    def _has_room(self, index: int) -> bool:
+        before = self._groups[index].after
+        return index < self._copied or before < 0 or self._placed[before].query()
 
     def _place(self, index: int) -> None:
         group = self._groups[index]
@@ -223,8 +228,8 @@ class StagedPlacement:
         self._placed[index].record()
 
     def _copy_until(self, end: int) -> None:
-        """Start copying the groups before `end`."""
-        while self._staged and self._copied < min(end, len(self._groups)):
+        """Start copying the groups before `end`, each when it has room."""
+        while self._copied < min(end, len(self._groups)):
             before = self._groups[self._copied].after
             if before >= 0:
                 self._streams.copying.wait_event(self._placed[before])
