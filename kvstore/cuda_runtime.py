@@ -13,7 +13,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_HOST_TO_DEVICE = 1
+HOST_TO_DEVICE = 1
+"""What kind of copy `memcpy_async` is asked for."""
 
 
 def clear_last_error() -> None:
@@ -34,35 +35,14 @@ def _get_last_error() -> Callable[[], object]:
     return _loaded_runtime().cudaGetLastError
 
 
-def copy_to_device(destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
-    """Ask for a copy of page-locked memory, in half of torch's time for it (26 us to 51 beside an H200) if that can be.
-
-    Args:
-        destination: on the current device.
-        source: on the host, of the same shape and dtype, contiguous as `destination` is. Both must live until `stream`
-            has done it.
-        stream: of that device.
-
-    Raises:
-        RuntimeError: CUDA refuses.
-    """
-    ask = _memcpy_async()
-    if ask is None:
-        with torch.cuda.stream(stream):
-            destination.copy_(source, non_blocking=True)
-        return
-    nbytes = source.nbytes
-    error = ask(destination.data_ptr(), source.data_ptr(), nbytes, _HOST_TO_DEVICE, stream.cuda_stream)
-    if error:
-        clear_last_error()
-        raise RuntimeError(f"CUDA refused to copy {nbytes} bytes to the GPU: error {error}.")
-
-
 @cache
-def _memcpy_async() -> Callable[..., int] | None:
-    """CUDA's own; None, which is said, where the runtime cannot be reached."""
+def memcpy_async() -> Callable[..., int] | None:
+    """CUDA's `cudaMemcpyAsync(to, from, bytes, kind, stream)`; None, which is said, where the runtime is out of reach.
+
+    It keeps the interpreter's lock: asking takes three microseconds, and getting the lock back may take many.
+    """
     try:
-        ask = _loaded_runtime().cudaMemcpyAsync
+        ask = _loaded_runtime(ctypes.PyDLL).cudaMemcpyAsync
     except (OSError, AttributeError) as error:
         logger.warning("chunks are copied by torch, which takes longer to ask: %s", error)
         return None
@@ -71,7 +51,7 @@ def _memcpy_async() -> Callable[..., int] | None:
     return ask
 
 
-def _loaded_runtime() -> Any:
+def _loaded_runtime(kind: type[ctypes.CDLL] = ctypes.CDLL) -> Any:
     """The one that torch uses: another copy of the runtime has a last error and streams of its own."""
     major = str(torch.version.cuda).partition(".")[0]
-    return ctypes.CDLL(f"libcudart.so.{major}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    return kind(f"libcudart.so.{major}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)

@@ -22,7 +22,7 @@ from cacheblend.vllm_backend.pages import LayerPages
 from cacheblend.vllm_backend.rotary import RotaryTables
 from cacheblend.vllm_backend.rows import PromptPages
 from kvstore.chunk import ChunkKV
-from kvstore.cuda_runtime import copy_to_device
+from kvstore.layer_copies import LayerCopies
 
 GROUPS_AHEAD = 2
 """Groups that are under way before the first one is wanted, and from then on.
@@ -163,11 +163,12 @@ class StagedPlacement:
         self._rotations = rotary.all
         self._streams = streams = placement_streams(device)
         self._groups = layer_groups(len(pages.layer_offsets))
-        self._staged = [span.chunk.kv for span in spans if not span.chunk.kv.is_cuda]
+        staged = [span.chunk.kv for span in spans if not span.chunk.kv.is_cuda]
+        self._has_copies = bool(staged)
         self._next = self._started = 0
-        self._copied = 0 if self._staged else len(self._groups)
+        self._copied = 0 if staged else len(self._groups)
         room = ring_layers(len(pages.layer_offsets))
-        sizes = [room * kv[0].numel() for kv in self._staged]
+        sizes = [room * kv[0].numel() for kv in staged]
         offsets = list(accumulate(sizes, initial=0))
         # Room in the ring is free when earlier blends are placed, but pages only when earlier work on them is done.
         streams.copying.wait_stream(streams.placing)
@@ -177,7 +178,8 @@ class StagedPlacement:
         # A blend that fails lets go of it while copies may still be under way.
         self._buffer.record_stream(streams.copying)
         parts = self._buffer.split(sizes)
-        self._rings = [part.view(room, *kv.shape[1:]) for part, kv in zip(parts, self._staged, strict=False)]
+        rings = [part.view(room, *kv.shape[1:]) for part, kv in zip(parts, staged, strict=False)]
+        self._copies = LayerCopies(rings, staged, streams.copying)
         self._arrived = [torch.cuda.Event() for _ in self._groups]
         self._placed = [torch.cuda.Event() for _ in self._groups]
         self._copy_until(GROUPS_AHEAD)
@@ -222,7 +224,7 @@ class StagedPlacement:
 
     def _place(self, index: int) -> None:
         group = self._groups[index]
-        if self._staged:
+        if self._has_copies:
             self._arrived[index].wait()
         place_rows(self._buffer, self._rows, self._pages, self._rotations, group.turn, group.first, group.layers)
         self._placed[index].record()
@@ -238,11 +240,9 @@ class StagedPlacement:
 
     def _copy(self, index: int) -> None:
         """Start copying a group of layers."""
-        group, stream = self._groups[index], self._streams.copying
-        for ring, kv in zip(self._rings, self._staged, strict=True):
-            room = ring[group.turn : group.turn + group.layers]
-            copy_to_device(room, kv[group.first : group.first + group.layers], stream)
-        self._arrived[index].record(stream)
+        group = self._groups[index]
+        self._copies.start(group.turn, group.first, group.layers)
+        self._arrived[index].record(self._streams.copying)
 
 
 def stored_rows(spans: Sequence[PlacedSpan], offsets: Sequence[int], buffer: torch.Tensor) -> StoredRows:

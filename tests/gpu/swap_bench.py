@@ -172,7 +172,7 @@ class CopyWatch:
         original = StagedPlacement._copy
 
         def copy(placement: Any, group: int) -> None:
-            if not self.on or not placement._staged:
+            if not self.on:
                 original(placement, group)
                 return
             placement._placed = [_Placed.of(placed, self) for placed in placement._placed]
@@ -207,6 +207,9 @@ class _Placed:
 
     def record(self) -> None:
         self._event.record()
+
+    def query(self) -> bool:
+        return bool(self._event.query())
 
     def wait(self, stream: Any = None) -> None:
         if stream is not None:

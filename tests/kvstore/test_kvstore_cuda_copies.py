@@ -1,4 +1,4 @@
-"""Copies that are asked of CUDA itself: what it is told, what its refusal leaves, and what happens without it."""
+"""Copies of layers that are asked of CUDA itself: what it is told, what its refusal leaves, and without it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvstore import cuda_runtime
+from kvstore.layer_copies import LayerCopies
 
 
 class Copy:
@@ -38,37 +39,40 @@ class Runtime:
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     found = Runtime()
-    monkeypatch.setattr(cuda_runtime, "_loaded_runtime", lambda: found)
+    monkeypatch.setattr(cuda_runtime, "_loaded_runtime", lambda *_: found)
     monkeypatch.setattr(cuda_runtime, "_get_last_error", lambda: found.cudaGetLastError)
-    cuda_runtime._memcpy_async.cache_clear()
+    cuda_runtime.memcpy_async.cache_clear()
     yield found
-    cuda_runtime._memcpy_async.cache_clear()
+    cuda_runtime.memcpy_async.cache_clear()
 
 
 STREAM = SimpleNamespace(cuda_stream=5)
 
 
-def test_a_copy_tells_where_from_where_to_how_much_and_on_which_stream(runtime):
-    destination, source = torch.zeros(2, 3), torch.ones(2, 3)
-    cuda_runtime.copy_to_device(destination, source, STREAM)
-    host_to_device = 1
-    told = (destination.data_ptr(), source.data_ptr(), 24, host_to_device, 5)
-    assert runtime.cudaMemcpyAsync.told == [told]
+def test_copies_tell_where_from_where_to_how_much_and_on_which_stream(runtime):
+    rings, chunks = [torch.zeros(4, 2, 3) for _ in range(2)], [torch.ones(9, 2, 3) for _ in range(2)]
+    LayerCopies(rings, chunks, STREAM).start(1, 5, 3)
+    host_to_device, layer = 1, 2 * 3 * 4
+    assert runtime.cudaMemcpyAsync.told == [
+        (ring[1].data_ptr(), chunk[5].data_ptr(), 3 * layer, host_to_device, 5)
+        for ring, chunk in zip(rings, chunks, strict=True)
+    ]
     assert runtime.cleared == 0
 
 
 def test_a_refused_copy_raises_and_leaves_no_error_for_torch_to_find(runtime):
     runtime.cudaMemcpyAsync.answer = 1
     with pytest.raises(RuntimeError, match="refused to copy 12 bytes"):
-        cuda_runtime.copy_to_device(torch.zeros(3), torch.ones(3), STREAM)
+        LayerCopies([torch.zeros(1, 3)], [torch.ones(1, 3)], STREAM).start(0, 0, 1)
     assert runtime.cleared == 1
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this build of torch has a CUDA runtime to be found")
 def test_without_a_runtime_torch_copies_and_that_is_said_once(caplog):
-    cuda_runtime._memcpy_async.cache_clear()
-    destination, source = torch.zeros(2, 3), torch.rand(2, 3)
+    cuda_runtime.memcpy_async.cache_clear()
+    ring, chunk = torch.zeros(4, 3), torch.rand(9, 3)
     for _ in range(2):
-        cuda_runtime.copy_to_device(destination, source, None)
-    assert torch.equal(destination, source)
+        LayerCopies([ring], [chunk], None).start(1, 5, 3)
+    assert torch.equal(ring[1:], chunk[5:8])
+    assert not ring[0].any()
     assert caplog.text.count("copied by torch") == 1

@@ -1,0 +1,50 @@
+"""Some layers of several chunks copied from page-locked memory to a GPU, with as little asking as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvstore.cuda_runtime import HOST_TO_DEVICE, clear_last_error, memcpy_async
+
+
+class LayerCopies:
+    """Copies of the same layers of all chunks.
+
+    Asked of CUDA itself where that can be: nine copies take 28 us of a host thread beside an H200, and 90 where torch
+    is asked for the slices first.
+
+    Args:
+        destinations: [layers, ..] each, contiguous, on the current device.
+        sources: [layers, ..] each, contiguous, page-locked; a layer has the shape and dtype of its destination's. All
+            must live until `stream` has done what is asked for.
+        stream: of that device.
+    """
+
+    def __init__(
+        self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], stream: torch.cuda.Stream
+    ) -> None:
+        self._pairs = list(zip(destinations, sources, strict=True))
+        self._stream = stream
+        self._ask = memcpy_async()
+        self._addresses = [(to.data_ptr(), source.data_ptr(), source[0].nbytes) for to, source in self._pairs]
+
+    def start(self, to: int, first: int, layers: int) -> None:
+        """Ask for the copies of `layers` layers from the `first` of each source to place `to` of its destination.
+
+        Raises:
+            RuntimeError: CUDA refuses.
+        """
+        if self._ask is None:
+            with torch.cuda.stream(self._stream):
+                for destination, source in self._pairs:
+                    destination[to : to + layers].copy_(source[first : first + layers], non_blocking=True)
+            return
+        handle = self._stream.cuda_stream
+        for address, origin, layer in self._addresses:
+            nbytes = layers * layer
+            error = self._ask(address + to * layer, origin + first * layer, nbytes, HOST_TO_DEVICE, handle)
+            if error:
+                clear_last_error()
+                raise RuntimeError(f"CUDA refused to copy {nbytes} bytes to the GPU: error {error}.")
