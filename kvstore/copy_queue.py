@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from kvstore.chunk import ChunkKV
 from kvstore.copy_lane import CopyLane, Mark
+from kvstore.pacing import Pace
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +54,15 @@ class ChunkCopy:
         return self._last.seconds_since(self._begun) if self._last and self._begun else 0.0
 
 
+class _Slice(NamedTuple):
+    """A part of a copy that the device has been asked for, and where it lies in the lane's order."""
+
+    copy: ChunkCopy
+    begin: Mark
+    end: Mark
+    nbytes: int
+
+
 class CopyQueue:
     """Issues copies to a lane in order, slice by slice, and says which are over. Never waits. Not thread-safe.
 
@@ -59,17 +70,19 @@ class CopyQueue:
         lane: where copies run.
         bytes_ahead: bytes asked of the lane and not known to be done, at most; one slice is always allowed.
         slice_bytes: bytes of a slice, rounded down to whole layers; one layer at least.
+        pace: of all copies.
 
     Attributes:
         paused: whether no slice is issued; what was issued before ends as ever.
     """
 
-    def __init__(self, lane: CopyLane, bytes_ahead: int, slice_bytes: int):
+    def __init__(self, lane: CopyLane, bytes_ahead: int, slice_bytes: int, pace: Pace):
         self._lane = lane
+        self._pace = pace
         self._bytes_ahead = bytes_ahead
         self._slice_bytes = slice_bytes
         self._unissued: deque[ChunkCopy] = deque()
-        self._issued: deque[tuple[ChunkCopy, Mark, int]] = deque()
+        self._issued: deque[_Slice] = deque()
         self._over: dict[ChunkCopy, None] = {}
         self._ahead = 0
         self.paused = False
@@ -106,11 +119,12 @@ class CopyQueue:
 
     def advance(self) -> list[ChunkCopy]:
         """See what is done, issue what there is room for, and hand out the copies that are over."""
-        while self._issued and self._issued[0][1].passed():
-            copy, _, nbytes = self._issued.popleft()
-            self._ahead -= nbytes
-            copy._outstanding -= 1
-            self._note_if_over(copy)
+        while self._issued and self._issued[0].end.passed():
+            done = self._issued.popleft()
+            self._ahead -= done.nbytes
+            self._pace.learn(done.nbytes, done.end.seconds_since(done.begin))
+            done.copy._outstanding -= 1
+            self._note_if_over(done.copy)
         self._issue()
         over = list(self._over)
         self._over.clear()
@@ -127,22 +141,23 @@ class CopyQueue:
             nbytes = layers * copy._layer_bytes
             if self._ahead and self._ahead + nbytes > self._bytes_ahead:
                 return
+            if self._pace.holds_back(self._bytes_ahead):
+                return
             self._issue_slice(copy, layers, nbytes)
             if copy.all_issued:
                 self._unissued.popleft()
 
     def _issue_slice(self, copy: ChunkCopy, layers: int, nbytes: int) -> None:
-        begin = copy._next_layer
-        end = begin + layers
-        if copy._begun is None:
-            # Behind a copy that is under way it begins when that one ends.
-            copy._begun = self._issued[-1][1] if self._issued else self._lane.mark()
+        first, end = copy._next_layer, copy._next_layer + layers
+        # Behind a copy that is under way it begins when that one ends.
+        begin = self._issued[-1].end if self._issued else self._lane.mark()
         if layers == copy._layers:
             self._lane.copy(copy.destination, copy.source.kv)
         else:
-            self._lane.copy(copy.destination[begin:end], copy.source.kv[begin:end])
-        copy._last = self._lane.mark()
-        self._issued.append((copy, copy._last, nbytes))
+            self._lane.copy(copy.destination[first:end], copy.source.kv[first:end])
+        copy._begun, copy._last = copy._begun or begin, self._lane.mark()
+        self._issued.append(_Slice(copy, begin, copy._last, nbytes))
+        self._pace.note(nbytes)
         self._ahead += nbytes
         copy._next_layer = end
         copy._outstanding += 1

@@ -10,11 +10,12 @@ import threading
 
 import pytest
 from kvstore_samples import identity_of, same, sample
-from manual_lane import ManualLane
+from manual_lane import ManualLane, unhurried
 
 from kvstore import ChunkStore, StoreError, Tier, UnavailableReason
 from kvstore.cuda_transfer import CudaPrefetcher
 from kvstore.gpu import GpuPool
+from kvstore.pacing import Pace
 from kvstore.transfer import TransferOrder, TransferResult
 
 SEEDS = range(0, 80, 10)
@@ -49,14 +50,21 @@ class GatedStore(ChunkStore):
 class Bench:
     """A store of two-layer chunks, a pool that holds some of them, and a prefetcher that copies a layer at a time."""
 
-    def __init__(self, root, pool_chunks: int = len(MANY), bytes_ahead: int = 100 * ONE) -> None:
+    def __init__(
+        self, root, pool_chunks: int = len(MANY), bytes_ahead: int = 100 * ONE, pace: Pace | None = None
+    ) -> None:
         self.store = GatedStore(root, 2 * len(MANY) * ONE, gpu=GpuPool(pool_chunks * ONE, "cpu"))
         self.store.gate = threading.Event()
         for seed in SEEDS:
             self.store.put(sample(seed, tokens=16))
         self.lane = ManualLane()
         self.prefetcher = CudaPrefetcher(
-            self.store, bytes_ahead=bytes_ahead, slice_bytes=SLICE, lane=self.lane, own_thread=False
+            self.store,
+            bytes_ahead=bytes_ahead,
+            slice_bytes=SLICE,
+            pace=pace or unhurried(),
+            lane=self.lane,
+            own_thread=False,
         )
 
     @property
@@ -150,6 +158,21 @@ def test_each_of_several_copies_in_a_row_takes_its_own_seconds(bench):
     bench.prefetcher.start(to_gpu(MANY[3]))
     bench.lane.work()
     assert [result.seconds for result in bench.prefetcher.poll()] == [2.0]
+
+
+def test_a_copy_ahead_of_its_pace_waits_until_its_time_has_come(tmp_path):
+    now = [0.0]
+    # The lane takes a second for a slice, of which half the time is allowed.
+    bench = Bench(tmp_path, bytes_ahead=SLICE, pace=Pace(0.5, lambda: now[0]))
+    bench.prefetcher.start(to_gpu(FIRST, MANY[1]))
+    asked = []
+    for _ in range(9):
+        bench.lane.work()
+        bench.prefetcher.poll()
+        asked.append(bench.lane.bytes_asked // SLICE)
+        now[0] += 1.0
+    assert asked == [2, 3, 3, 4, 4, 4, 4, 4, 4]
+    assert bench.tier(MANY[1]) is Tier.GPU
 
 
 def test_a_slice_larger_than_the_bound_is_copied_all_the_same(tmp_path):

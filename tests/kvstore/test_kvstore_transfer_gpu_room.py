@@ -7,7 +7,7 @@ import time
 
 import pytest
 from kvstore_samples import identity_of, same, sample
-from manual_lane import ManualLane, Queued
+from manual_lane import ManualLane, Queued, unhurried
 
 from kvstore import ChunkStore, Tier, UnavailableReason
 from kvstore.cuda_transfer import CudaPrefetcher
@@ -44,7 +44,13 @@ def opened():
         for seed in SEEDS:
             store.put(sample(seed, tokens=16))
         prefetcher = CudaPrefetcher(
-            store, 1, bytes_ahead=bytes_ahead, slice_bytes=ONE // 2, lane=lane, own_thread=own_thread
+            store,
+            1,
+            bytes_ahead=bytes_ahead,
+            slice_bytes=ONE // 2,
+            pace=unhurried(),
+            lane=lane,
+            own_thread=own_thread,
         )
         opened.append((store, prefetcher, lane))
         return store, prefetcher

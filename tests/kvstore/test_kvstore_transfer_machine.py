@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kvstore_samples import identity_of, same, sample
-from manual_lane import ManualLane, Queued
+from manual_lane import ManualLane, Queued, unhurried
 
 from kvstore import ChunkStore, Tier
 from kvstore.cuda_transfer import CudaPrefetcher
@@ -40,6 +40,7 @@ class TransferMachine(RuleBasedStateMachine):
             2,
             bytes_ahead=bytes_ahead,
             slice_bytes=LARGEST // slices,
+            pace=unhurried(),
             lane=self.lane,
             own_thread=False,
         )
