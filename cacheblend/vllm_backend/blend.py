@@ -127,16 +127,17 @@ class _Placing:
             with self._times.stage("relocate"):
                 self._placement.ensure(layer)
 
-    def fetch(self, found: torch.Tensor) -> torch.Tensor:
-        """`found` on the host; chunks go on coming while the device is waited for."""
-        if not found.is_cuda:
-            return found
+    def fetch(self, found: torch.Tensor, before: torch.cuda.Event | None) -> torch.Tensor:
+        """`found` on the host. While the device is not at `before` yet, chunks go on coming."""
+        if before is None:
+            return found.cpu()
         host = torch.empty_like(found, device="cpu", pin_memory=True)
         host.copy_(found, non_blocking=True)
-        there = torch.cuda.Event()
-        there.record()
+        there = _mark(found.device)
+        assert there is not None
         while not there.query():
-            self._placement.advance()
+            if not before.query():
+                self._placement.advance()
             time.sleep(LOOK_AGAIN_S)
         return host
 
@@ -167,6 +168,7 @@ class BlendBatch:
     done: dict[str, BlendDone] = field(default_factory=dict)
     _times: StageTimes | None = field(default=None, init=False)
     _in_use: list[ChunkKV | None] = field(default_factory=list, init=False)
+    _last_rows: RowBatch | None = field(default=None, init=False)
 
     def pieces(self) -> Iterator[float]:
         """Do it, piece by piece; when it ends, `done` has each order's account.
@@ -295,7 +297,7 @@ class BlendBatch:
             # What moves by itself does so with the first pass, or after all where there is none.
             alone = list(drifting.values())
             for piece in slices(_rows(prompts), self.most_rows, together):
-                rows = RowBatch([part for _, part in piece], self.forward.device)
+                rows = self._batch([part for _, part in piece])
                 entering = None if hidden is None else hidden.take(slice(done, done + len(rows)))
                 with times.stage("recompute"):
                     drift = self._drift(drifting, piece, alone)
@@ -308,6 +310,13 @@ class BlendBatch:
             if alone:
                 self._move_alone(range(first, last), alone, placing)
             hidden = Hidden.join(kept) if kept and last < layers else None
+
+    def _batch(self, parts: Sequence[PromptRows]) -> RowBatch:
+        """These rows; those of the last pass are on the device already."""
+        last = self._last_rows
+        if last is None or tuple(parts) != last.parts:
+            last = self._last_rows = RowBatch(parts, self.forward.device)
+        return last
 
     def _run(
         self,
@@ -382,6 +391,8 @@ class BlendBatch:
         Returns:
             By request id, [rows] float32 on the CPU.
         """
+        # What follows brings small tables to the device, which would come behind the chunks.
+        before = _mark(self.forward.device)
         found: list[torch.Tensor] = []
         lengths: dict[str, int] = {}
         first = 0
@@ -396,7 +407,7 @@ class BlendBatch:
                 continue
             lengths.update(zip((prompt.order.request_id for prompt in neighbours), counts, strict=True))
             for piece in slices(parts, self.most_rows):
-                rows = RowBatch([part for _, part in piece], self.forward.device)
+                rows = self._batch([part for _, part in piece])
                 new = self.forward.keys_values(layer, hidden.take(slice(first, first + len(rows))), rows)
                 if pages.paged is not None:
                     found.append(kv_deviation(*new, pages.paged, rows.slots))
@@ -405,8 +416,17 @@ class BlendBatch:
                 first += len(rows)
         deviations = torch.empty(0)
         if found:
-            deviations = placing.fetch(self.ranks.sum(found[0] if len(found) == 1 else torch.cat(found)))
+            deviations = placing.fetch(self.ranks.sum(found[0] if len(found) == 1 else torch.cat(found)), before)
         return dict(zip(lengths, deviations.split(list(lengths.values())), strict=True))
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    """What the current stream has been asked for so far; None without one."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def _reason(error: Exception) -> str:

@@ -24,10 +24,11 @@ from cacheblend.vllm_backend.rows import PromptPages
 from kvstore.chunk import ChunkKV
 from kvstore.layer_copies import LayerCopies
 
-GROUPS_AHEAD = 2
-"""Groups that are under way before the first one is wanted, and from then on.
+COPIED_AT_ONCE, GROUPS_AHEAD = 2, 3
+"""Groups whose copies are asked for before the table of rows is made, and groups that are under way from then on.
 
-They keep the link busy; asking for more would keep the host from what the device waits for.
+They keep the link busy. More of them would keep small tables waiting, which come when no copy is left before them
+(`host_tables`).
 """
 
 
@@ -88,7 +89,7 @@ class LayerPlacement(Protocol):
         ...
 
     def advance(self) -> None:
-        """Start whatever has room, for the host has time."""
+        """Start what is next if the link has nothing to do, for the host has time."""
         ...
 
     def end(self) -> None:
@@ -182,9 +183,10 @@ class StagedPlacement:
         self._copies = LayerCopies(rings, staged, streams.copying)
         self._arrived = [torch.cuda.Event() for _ in self._groups]
         self._placed = [torch.cuda.Event() for _ in self._groups]
-        self._copy_until(GROUPS_AHEAD)
+        self._copy_until(COPIED_AT_ONCE)
         with torch.cuda.stream(streams.placing):
             self._rows = stored_rows(spans, offsets, self._buffer)
+        self._copy_until(GROUPS_AHEAD)
 
     def is_due(self, layer: int) -> bool:
         """See `LayerPlacement.is_due`."""
@@ -196,21 +198,19 @@ class StagedPlacement:
             self._start_until(self._next + 1, wanted=True)
             self._placed[self._next].wait()
             self._next += 1
-            self._start_until(self._next + GROUPS_AHEAD - 1)
+            self._start_until(self._next + GROUPS_AHEAD)
 
     def advance(self) -> None:
         """See `LayerPlacement.advance`."""
-        self._start_until(len(self._groups))
+        if not self._has_copies or self._arrived[self._copied - 1].query():
+            self._start_until(self._copied + 1)
 
     def end(self) -> None:
         """See `LayerPlacement.end`."""
         torch.cuda.current_stream(self._buffer.device).wait_stream(self._streams.placing)
 
     def _start_until(self, end: int, wanted: bool = False) -> None:
-        """Start the groups before `end`, up to the first that has no room yet unless they are wanted now.
-
-        A copy that waits for room holds small ones up that are asked for after it, whatever their stream.
-        """
+        """Start the groups before `end`, up to the first that has no room yet unless they are wanted now."""
         end = min(end, len(self._groups))
         while self._started < end and (wanted or self._has_room(self._started)):
             self._copy_until(self._started + 1)

@@ -22,6 +22,7 @@ from cacheblend.selectors import Selector, make_selector
 from cacheblend.selectors.deviation import DeviationSelector
 from cacheblend.selectors.given import GivenRowsSelector
 from cacheblend.selectors.query import first_tallied_layer
+from cacheblend.vllm_backend import blend as blend_module
 from cacheblend.vllm_backend.attention import LayerRows, RowsAttention
 from cacheblend.vllm_backend.blend import BlendBatch
 from cacheblend.vllm_backend.hidden import Hidden
@@ -386,6 +387,20 @@ def test_passes_of_few_rows_that_run_at_once_leave_what_layer_after_layer_leaves
     assert torch.equal(at_once.model.rows(orders[0]), layered.model.rows(orders[0]))
     assert at_once.done == layered.done
     assert at_once.model.passes_at_once == 1 + ("query" in selector.name)
+
+
+def test_rows_that_are_compared_are_those_of_the_pass_before_and_not_brought_to_the_device_again(store, monkeypatch):
+    made: list[RowBatch] = []
+
+    class Counted(RowBatch):
+        def __init__(self, parts: Any, device: torch.device) -> None:
+            super().__init__(parts, device)
+            made.append(self)
+
+    monkeypatch.setattr(blend_module, "RowBatch", Counted)
+    blended = blend(store, order_of(make_selector("deviation", 0.3, check_layers=(1, 2))))
+    assert blended.model.compared > 0
+    assert len(made) == 3
 
 
 def test_passes_of_several_prompts_do_not_run_at_once(store):

@@ -210,13 +210,16 @@ def test_a_blend_that_ends_early_leaves_nothing_on_its_way_into_pages_for_later_
     assert ended == [set(chunks.pages)]
 
 
-def test_while_the_host_waits_every_layer_comes_and_no_copy_is_asked_for_that_would_wait_for_room(monkeypatch):
+def test_while_the_host_waits_every_layer_comes_and_the_next_is_asked_for_when_those_before_are_there(monkeypatch):
     chunks = Chunks(32, True, False, monkeypatch)
     chunks.device.run(lambda _: 0)
     chunks.placement.ensure(1)
+    chunks.device.run(lambda _: 0)
     for _ in range(1000):
+        copies = len(chunks.device.copying.queue)
         chunks.placement.advance()
         assert all(may() for may, _ in chunks.device.copying.queue)
+        assert not copies or len(chunks.device.copying.queue) == copies
         chunks.device.run(lambda ready: ready - 1, most=1)
     assert set(chunks.pages) == set(range(32))
 
@@ -225,4 +228,4 @@ def test_few_layers_are_on_their_way_before_the_first_one_is_wanted(monkeypatch)
     chunks = Chunks(32, True, False, monkeypatch)
     chunks.device.run(lambda _: 0)
     ahead = sum(group.layers for group in layer_groups(32)[: module.GROUPS_AHEAD])
-    assert sorted(layer for layer in chunks.ring if layer is not None) == list(range(ahead)) == [0, 1]
+    assert sorted(layer for layer in chunks.ring if layer is not None) == list(range(ahead)) == [0, 1, 2, 3]
