@@ -329,6 +329,8 @@ class BlendBatch:
         """One pass, layer by layer; `hidden` enters the first of `layers`, None before the model's first."""
         entering = self.forward.embed(rows) if hidden is None else hidden
         attention = self.forward.attention(rows)
+        if drift is not None:
+            drift.bring()
         return self.forward.run(layers.start, layers.stop, entering, rows, attention, placing.ensure, drift=drift)
 
     def _drift(

@@ -155,6 +155,10 @@ class PassDrift:
         """What moves, where only rows of the pass tell; None where rows of an earlier one do as well."""
         return None if self._before else self._table
 
+    def bring(self) -> None:
+        """Bring what the layers read to the device, before chunks take the link."""
+        assert self._rows is not None
+
     def apply(self, layer: int, pages: LayerPages, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Move one layer's rows, before the new KV is written.
 

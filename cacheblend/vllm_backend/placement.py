@@ -24,11 +24,11 @@ from cacheblend.vllm_backend.rows import PromptPages
 from kvstore.chunk import ChunkKV
 from kvstore.layer_copies import LayerCopies
 
-COPIED_AT_ONCE, GROUPS_AHEAD = 2, 3
-"""Groups whose copies are asked for before the table of rows is made, and groups that are under way from then on.
+COPIED_AT_ONCE, COPIED_BEFORE_ROWS = 2, 3
+"""Groups whose copies start before the table of rows is made, and before the first pass's own rows are.
 
-They keep the link busy. More of them would keep small tables waiting, which come when no copy is left before them
-(`host_tables`).
+They keep the link busy meanwhile. Such tables come when no copy is left before them (`host_tables`), so further copies
+are held back until what the model was asked for has its tables.
 """
 
 
@@ -186,7 +186,8 @@ class StagedPlacement:
         self._copy_until(COPIED_AT_ONCE)
         with torch.cuda.stream(streams.placing):
             self._rows = stored_rows(spans, offsets, self._buffer)
-        self._copy_until(GROUPS_AHEAD)
+        streams.copying.wait_stream(streams.placing)
+        self._copy_until(COPIED_BEFORE_ROWS)
 
     def is_due(self, layer: int) -> bool:
         """See `LayerPlacement.is_due`."""
@@ -195,32 +196,45 @@ class StagedPlacement:
     def ensure(self, layer: int) -> None:
         """See `LayerPlacement.ensure`."""
         while self.is_due(layer):
-            self._start_until(self._next + 1, wanted=True)
+            self._start_until(self._next + 1)
             self._placed[self._next].wait()
             self._next += 1
-            self._start_until(self._next + GROUPS_AHEAD)
+            self._start_ahead()
 
     def advance(self) -> None:
         """See `LayerPlacement.advance`."""
-        if not self._has_copies or self._arrived[self._copied - 1].query():
+        under_way = self._has_copies and not self._arrived[self._copied - 1].query()
+        if not under_way and self._has_room(self._copied):
             self._start_until(self._copied + 1)
 
     def end(self) -> None:
         """See `LayerPlacement.end`."""
         torch.cuda.current_stream(self._buffer.device).wait_stream(self._streams.placing)
 
-    def _start_until(self, end: int, wanted: bool = False) -> None:
-        """Start the groups before `end`, up to the first that has no room yet unless they are wanted now."""
-        end = min(end, len(self._groups))
-        while self._started < end and (wanted or self._has_room(self._started)):
+    def _start_ahead(self) -> None:
+        """Start the groups whose room is free when the current stream has come to the next one.
+
+        Their copies come behind what that stream was asked for so far: behind its tables, and behind its waits for the
+        groups that had their room.
+        """
+        later = range(self._started, len(self._groups))
+        end = next((index for index in later if self._groups[index].after >= self._next), len(self._groups))
+        if end > self._copied:
+            self._streams.copying.wait_stream(torch.cuda.current_stream(self._buffer.device))
+        self._start_until(end)
+
+    def _has_room(self, index: int) -> bool:
+        """Whether a group can be copied at once, or needs no copy any more."""
+        before = self._groups[index].after if index < len(self._groups) else -1
+        return before < 0 or self._placed[before].query()
+
+    def _start_until(self, end: int) -> None:
+        """Start the groups before `end`."""
+        while self._started < min(end, len(self._groups)):
             self._copy_until(self._started + 1)
             with torch.cuda.stream(self._streams.placing):
                 self._place(self._started)
             self._started += 1
-
-    def _has_room(self, index: int) -> bool:
-        before = self._groups[index].after
-        return index < self._copied or before < 0 or self._placed[before].query()
 
     def _place(self, index: int) -> None:
         group = self._groups[index]
@@ -230,11 +244,8 @@ class StagedPlacement:
         self._placed[index].record()
 
     def _copy_until(self, end: int) -> None:
-        """Start copying the groups before `end`, each when it has room."""
+        """Start copying the groups before `end`, which have room."""
         while self._copied < min(end, len(self._groups)):
-            before = self._groups[self._copied].after
-            if before >= 0:
-                self._streams.copying.wait_event(self._placed[before])
             self._copy(self._copied)
             self._copied += 1
 

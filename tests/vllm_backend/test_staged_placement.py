@@ -7,7 +7,7 @@ allow. So no GPU is needed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -38,9 +38,14 @@ class Device:
         yield
         self.current = before
 
-    def run(self, choose: Callable[[int], int], most: int | None = None) -> None:
+    def run(
+        self,
+        choose: Callable[[int], int],
+        most: int | None = None,
+        order: Sequence[str] = ("main", "copying", "placing"),
+    ) -> None:
         """What was asked for, all or `most` of it; `choose` says which of n streams that may go on does."""
-        streams = (self.main, self.copying, self.placing)
+        streams = [getattr(self, name) for name in order]
         while any(stream.queue for stream in streams) and most != 0:
             ready = [stream for stream in streams if stream.queue and stream.queue[0][0]()]
             assert ready, "the streams wait for one another"
@@ -97,12 +102,14 @@ class Chunks:
         self.pages: dict[int, int] = {}
         self.ring: list[int | None] = [None] * ring_layers(layers)
         self.on_host = on_host
+        self.copied = 0
         cuda = SimpleNamespace(
             Event=lambda: Event(device), stream=device.on, current_stream=lambda _=None: device.current
         )
         patch.setattr(module, "torch", SimpleNamespace(cuda=cuda, empty=lambda *_, **__: Buffer()))
         patch.setattr(module, "placement_streams", lambda _: PlacementStreams(device.copying, device.placing))
-        patch.setattr(module, "stored_rows", lambda *_: None)
+        self.copied_before_rows: list[int] = []
+        patch.setattr(module, "stored_rows", self.bring_rows)
         patch.setattr(module, "LayerCopies", lambda *_: SimpleNamespace(start=self.copy))
         patch.setattr(module, "place_rows", self.place)
         tiers = [False] * on_host + [True] * in_pool
@@ -118,9 +125,13 @@ class Chunks:
     def free_pages(self) -> None:
         self.pages_are_free = True
 
+    def bring_rows(self, *_: Any) -> None:
+        self.device.placing.ask(lambda: self.copied_before_rows.append(self.copied))
+
     def copy(self, to: int, first: int, layers: int) -> None:
         def work() -> None:
             self.ring[to : to + layers] = range(first, first + layers)
+            self.copied += layers
 
         self.device.copying.ask(work)
 
@@ -210,7 +221,28 @@ def test_a_blend_that_ends_early_leaves_nothing_on_its_way_into_pages_for_later_
     assert ended == [set(chunks.pages)]
 
 
-def test_while_the_host_waits_every_layer_comes_and_the_next_is_asked_for_when_those_before_are_there(monkeypatch):
+@pytest.mark.parametrize("passes", [[range(32)], [range(32), range(32)], [range(1), range(1, 32)]])
+def test_a_small_table_that_a_pass_is_asked_for_first_waits_for_no_copy_but_those_before_it(monkeypatch, passes):
+    """The link carries what is asked for on one stream until nothing is left there, and only then what is elsewhere."""
+    chunks = Chunks(32, True, False, monkeypatch)
+    copies_before: list[int] = []
+    for layers in passes:
+        chunks.device.main.ask(lambda: copies_before.append(chunks.copied))
+        for layer in layers:
+            chunks.placement.ensure(layer)
+            chunks.compute(layer)
+    # The model's stream goes on only where the one that copies cannot.
+    chunks.device.run(lambda ready: ready - 1, order=("main", "placing", "copying"))
+    assert chunks.copied_before_rows[0] <= 2
+    assert copies_before[0] <= 4
+    assert set(chunks.pages) == set(range(32))
+
+
+@pytest.mark.parametrize("first", ["copying", "placing"])
+def test_while_the_host_waits_every_layer_comes_and_the_next_is_asked_for_when_those_before_are_there(
+    monkeypatch, first
+):
+    order = sorted(("copying", "placing"), key=lambda name: name == first)
     chunks = Chunks(32, True, False, monkeypatch)
     chunks.device.run(lambda _: 0)
     chunks.placement.ensure(1)
@@ -220,12 +252,12 @@ def test_while_the_host_waits_every_layer_comes_and_the_next_is_asked_for_when_t
         chunks.placement.advance()
         assert all(may() for may, _ in chunks.device.copying.queue)
         assert not copies or len(chunks.device.copying.queue) == copies
-        chunks.device.run(lambda ready: ready - 1, most=1)
+        chunks.device.run(lambda ready: ready - 1, most=1, order=("main", *order))
     assert set(chunks.pages) == set(range(32))
 
 
 def test_few_layers_are_on_their_way_before_the_first_one_is_wanted(monkeypatch):
     chunks = Chunks(32, True, False, monkeypatch)
     chunks.device.run(lambda _: 0)
-    ahead = sum(group.layers for group in layer_groups(32)[: module.GROUPS_AHEAD])
+    ahead = sum(group.layers for group in layer_groups(32)[: module.COPIED_BEFORE_ROWS])
     assert sorted(layer for layer in chunks.ring if layer is not None) == list(range(ahead)) == [0, 1, 2, 3]
