@@ -17,8 +17,8 @@ class LayerCopies:
 
     Args:
         destinations: [layers, ..] each, contiguous, on the current device.
-        sources: [layers, ..] each, contiguous, page-locked; a layer has the shape and dtype of its destination's. All
-            must live until `stream` has done what is asked for.
+        sources: [layers, ..] each, contiguous; a layer has the shape and dtype of its destination's. All must live
+            until `stream` has done what is asked for. One that is not page-locked is waited for.
         stream: of that device.
     """
 
@@ -27,7 +27,8 @@ class LayerCopies:
     ) -> None:
         self._pairs = list(zip(destinations, sources, strict=True))
         self._stream = stream
-        self._ask = memcpy_async()
+        # It keeps the interpreter's lock, and a copy that is waited for would keep it as long.
+        self._ask = memcpy_async() if all(source.is_pinned() for source in sources) else None
         self._addresses = [(to.data_ptr(), source.data_ptr(), source[0].nbytes) for to, source in self._pairs]
 
     def start(self, to: int, first: int, layers: int) -> None:

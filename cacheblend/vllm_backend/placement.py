@@ -226,7 +226,7 @@ class StagedPlacement:
     def _has_room(self, index: int) -> bool:
         """Whether a group can be copied at once, or needs no copy any more."""
         before = self._groups[index].after if index < len(self._groups) else -1
-        return before < 0 or self._placed[before].query()
+        return before < 0 or (before < self._started and self._placed[before].query())
 
     def _start_until(self, end: int) -> None:
         """Start the groups before `end`."""

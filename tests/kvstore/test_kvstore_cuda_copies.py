@@ -42,6 +42,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     monkeypatch.setattr(cuda_runtime, "_loaded_runtime", lambda *_: found)
     monkeypatch.setattr(cuda_runtime, "_get_last_error", lambda: found.cudaGetLastError)
     cuda_runtime.memcpy_async.cache_clear()
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
     yield found
     cuda_runtime.memcpy_async.cache_clear()
 
@@ -67,8 +68,18 @@ def test_a_refused_copy_raises_and_leaves_no_error_for_torch_to_find(runtime):
     assert runtime.cleared == 1
 
 
+def test_memory_that_is_not_page_locked_is_copied_by_torch_which_lets_other_threads_go_on(runtime, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: len(tensor) > 5)
+    rings, chunks = [torch.zeros(4, 3) for _ in range(2)], [torch.rand(9, 3), torch.rand(5, 3)]
+    LayerCopies(rings, chunks, None).start(1, 2, 3)
+    assert runtime.cudaMemcpyAsync.told == []
+    for ring, chunk in zip(rings, chunks, strict=True):
+        assert torch.equal(ring[1:], chunk[2:5])
+
+
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this build of torch has a CUDA runtime to be found")
-def test_without_a_runtime_torch_copies_and_that_is_said_once(caplog):
+def test_without_a_runtime_torch_copies_and_that_is_said_once(caplog, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
     cuda_runtime.memcpy_async.cache_clear()
     ring, chunk = torch.zeros(4, 3), torch.rand(9, 3)
     for _ in range(2):
