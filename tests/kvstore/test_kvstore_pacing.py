@@ -17,7 +17,7 @@ class Link:
 
     def __init__(self, share: float, ahead: int) -> None:
         self.now = 0.0
-        self.pace = Pace(share, lambda: self.now)
+        self.pace = Pace(share, lambda: self.now, learnt_from=1)
         self.ahead = ahead
         self.free_at = self.busy_s = 0.0
         self.asked: list[tuple[float, int]] = []
@@ -37,6 +37,7 @@ class Link:
 
 def test_nothing_is_held_back_before_the_rate_is_known():
     pace = Pace(0.5, lambda: 0.0)
+    pace.learn(1, 1.0)
     for _ in range(100):
         pace.note(1 << 30)
         assert not pace.holds_back(1)
@@ -78,3 +79,30 @@ def test_time_without_copies_is_not_made_up_for():
     link.now = 60.0
     at_once = sum(link.ask(50) for _ in range(100))
     assert at_once <= 2
+
+
+@pytest.mark.parametrize("seconds_of_the_first", [1.0, 60.0, 3600.0])
+def test_a_link_that_was_slow_at_first_is_not_waited_for_afterwards(seconds_of_the_first):
+    link = Link(0.5, ahead=500)
+    link.pace.learn(50, seconds_of_the_first)
+    while link.pace.holds_back(500) or not link.ask(50):
+        link.now += 0.01
+    # As others have left it, the rest goes at the share of its real rate.
+    began, asked = link.now, len(link.asked)
+    while link.now < began + 10:
+        while link.ask(50):
+            pass
+        link.now += 0.01
+    carried = sum(nbytes for _, nbytes in link.asked[asked:])
+    assert carried == pytest.approx(10 * RATE * 0.5, rel=0.1)
+
+
+def test_a_rate_is_worked_out_from_enough_bytes_for_one_short_interval_not_to_count():
+    now = [0.0]
+    pace = Pace(1.0, lambda: now[0], learnt_from=1000)
+    for seconds in (1.0, 0.1, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.9):
+        pace.learn(100, seconds)
+    pace.note(1000)
+    assert pace.holds_back(100)
+    now[0] += 1000 / (1000 / 9)
+    assert not pace.holds_back(0)

@@ -163,7 +163,7 @@ def test_each_of_several_copies_in_a_row_takes_its_own_seconds(bench):
 def test_a_copy_ahead_of_its_pace_waits_until_its_time_has_come(tmp_path):
     now = [0.0]
     # The lane takes a second for a slice, of which half the time is allowed.
-    bench = Bench(tmp_path, bytes_ahead=SLICE, pace=Pace(0.5, lambda: now[0]))
+    bench = Bench(tmp_path, bytes_ahead=SLICE, pace=Pace(0.5, lambda: now[0], learnt_from=SLICE))
     bench.prefetcher.start(to_gpu(FIRST, MANY[1]))
     asked = []
     for _ in range(9):
