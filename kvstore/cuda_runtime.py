@@ -13,8 +13,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-HOST_TO_DEVICE = 1
-"""What kind of copy `memcpy_async` is asked for."""
+_HOST_TO_DEVICE = 1
 
 
 def clear_last_error() -> None:
@@ -36,18 +35,30 @@ def _get_last_error() -> Callable[[], object]:
 
 
 @cache
-def memcpy_async() -> Callable[..., int] | None:
-    """CUDA's `cudaMemcpyAsync(to, from, bytes, kind, stream)`; None, which is said, where the runtime is out of reach.
+def copy_to_device() -> Callable[[int, int, int, int], None] | None:
+    """A copy of page-locked memory, which the host asks for in three microseconds.
 
-    It keeps the interpreter's lock: asking takes three microseconds, and getting the lock back may take many.
+    It keeps the interpreter's lock: getting that back may take many.
+
+    Returns:
+        A function of (destination address on the current device, source address, bytes, CUDA stream), which raises
+        RuntimeError if CUDA refuses; None, which is said, where the runtime cannot be reached. What it copies must live
+        until the stream has done it.
     """
     try:
-        ask = _loaded_runtime(ctypes.PyDLL).cudaMemcpyAsync
+        copy = _loaded_runtime(ctypes.PyDLL).cudaMemcpyAsync
     except (OSError, AttributeError) as error:
         logger.warning("chunks are copied by torch, which takes longer to ask: %s", error)
         return None
-    ask.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-    ask.restype = ctypes.c_int
+    copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    copy.restype = ctypes.c_int
+
+    def ask(destination: int, source: int, nbytes: int, stream: int) -> None:
+        error = copy(destination, source, nbytes, _HOST_TO_DEVICE, stream)
+        if error:
+            clear_last_error()
+            raise RuntimeError(f"CUDA refused to copy {nbytes} bytes to the GPU: error {error}.")
+
     return ask
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvstore.cuda_runtime import HOST_TO_DEVICE, clear_last_error, memcpy_async
+from kvstore.cuda_runtime import copy_to_device
 
 
 class LayerCopies:
@@ -28,7 +28,7 @@ class LayerCopies:
         self._pairs = list(zip(destinations, sources, strict=True))
         self._stream = stream
         # It keeps the interpreter's lock, and a copy that is waited for would keep it as long.
-        self._ask = memcpy_async() if all(source.is_pinned() for source in sources) else None
+        self._copy = copy_to_device() if all(source.is_pinned() for source in sources) else None
         self._addresses = [(to.data_ptr(), source.data_ptr(), source[0].nbytes) for to, source in self._pairs]
 
     def start(self, to: int, first: int, layers: int) -> None:
@@ -37,15 +37,11 @@ class LayerCopies:
         Raises:
             RuntimeError: CUDA refuses.
         """
-        if self._ask is None:
+        if self._copy is None:
             with torch.cuda.stream(self._stream):
                 for destination, source in self._pairs:
                     destination[to : to + layers].copy_(source[first : first + layers], non_blocking=True)
             return
         handle = self._stream.cuda_stream
         for address, origin, layer in self._addresses:
-            nbytes = layers * layer
-            error = self._ask(address + to * layer, origin + first * layer, nbytes, HOST_TO_DEVICE, handle)
-            if error:
-                clear_last_error()
-                raise RuntimeError(f"CUDA refused to copy {nbytes} bytes to the GPU: error {error}.")
+            self._copy(address + to * layer, origin + first * layer, layers * layer, handle)

@@ -41,10 +41,10 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     found = Runtime()
     monkeypatch.setattr(cuda_runtime, "_loaded_runtime", lambda *_: found)
     monkeypatch.setattr(cuda_runtime, "_get_last_error", lambda: found.cudaGetLastError)
-    cuda_runtime.memcpy_async.cache_clear()
+    cuda_runtime.copy_to_device.cache_clear()
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
     yield found
-    cuda_runtime.memcpy_async.cache_clear()
+    cuda_runtime.copy_to_device.cache_clear()
 
 
 STREAM = SimpleNamespace(cuda_stream=5)
@@ -80,7 +80,7 @@ def test_memory_that_is_not_page_locked_is_copied_by_torch_which_lets_other_thre
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this build of torch has a CUDA runtime to be found")
 def test_without_a_runtime_torch_copies_and_that_is_said_once(caplog, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
-    cuda_runtime.memcpy_async.cache_clear()
+    cuda_runtime.copy_to_device.cache_clear()
     ring, chunk = torch.zeros(4, 3), torch.rand(9, 3)
     for _ in range(2):
         LayerCopies([ring], [chunk], None).start(1, 5, 3)
