@@ -25,13 +25,19 @@ def device_gb_s() -> float:
     return 2 * _copy_gb_s(source, torch.empty_like(source))
 
 
+def mark(stream: Any = None) -> Any:
+    """An event with a time, recorded now."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream or torch.cuda.current_stream())
+    return event
+
+
 def _copy_gb_s(source: torch.Tensor, into: torch.Tensor) -> float:
     rates = []
     for _ in range(6):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        begin = mark()
         into.copy_(source, non_blocking=True)
-        end.record()
+        end = mark()
         end.synchronize()
         rates.append(source.nbytes / begin.elapsed_time(end) / 1e6)
     return statistics.median(rates[1:])

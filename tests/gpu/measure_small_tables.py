@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from hardware import mark
 
 from kvstore.layer_copies import LayerCopies
 
@@ -55,12 +56,6 @@ class Copies:
             event.record(self._stream)
             self._arrived.append(event)
         return False
-
-
-def mark() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def measure(copies: Copies | None, rounds: int) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from blend_prompts import SYSTEM, Prompts, first_token, sampling
+from hardware import mark
 
 from cacheblend.protocols import Advice
 from cacheblend.vllm_backend.placement import StagedPlacement
@@ -211,21 +212,10 @@ class _Placed:
     def query(self) -> bool:
         return bool(self._event.query())
 
-    def wait(self, stream: Any = None) -> None:
-        if stream is not None:
-            # That of the next copies, for room in the ring.
-            self._event.wait(stream)
-            return
+    def wait(self) -> None:
         begin = mark()
         self._event.wait()
         self._watch.waits.append((begin, mark()))
-
-
-def mark(stream: Any = None) -> Any:
-    """An event with a time, recorded now."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(stream or torch.cuda.current_stream())
-    return event
 
 
 def plain_gb_s(bench: Bench, chunks: Sequence[Any]) -> float:
