@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -104,24 +105,26 @@ class PassTables:
         self._small = _cut(len(self.scoring.sizes()), blocks, most_items * WORK_FIELDS, most_merges * MERGE_FIELDS)
         telling = room.rows if room.moved_rows else 0
         # What moves comes last: it is the most, and not brought where nothing does.
-        self._wide = _cut(
-            *[room.rows] * 3,
-            -(-self._small[-1].stop // 2),
-            *[telling] * 4,
-            room.moved_tiles * TILE_FIELDS,
-            *[room.moved_rows] * 2,
+        self._wide = _Wide(
+            *_cut(
+                *[room.rows] * 3,
+                -(-self._small[-1].stop // 2),
+                *[telling] * 4,
+                room.moved_tiles * TILE_FIELDS,
+                *[room.moved_rows] * 2,
+            )
         )
-        self._without_moved = self._wide[-2].start
+        self._without_moved = self._wide.left_slots.start
         self._empty = self._make_empty()
-        self._table = torch.zeros(self._wide[-1].stop, dtype=torch.int64, device=device)
+        self._table = torch.zeros(self._wide.left.stop, dtype=torch.int64, device=device)
         self._table[: self._without_moved] = torch.from_numpy(self._empty)
-        wide = [self._table[field] for field in self._wide]
-        self.token_ids, self.positions, self.slots, small = wide[:4]
-        self.sizes, self.block_table, work, merges = (small.view(torch.int32)[field] for field in self._small)
+        wide = self._wide.of(self._table)
+        self.token_ids, self.positions, self.slots = wide.token_ids, wide.positions, wide.slots
+        flat = wide.small.view(torch.int32)
+        self.sizes, self.block_table, work, merges = (flat[field] for field in self._small)
         self.work, self.merges = work.view(-1, WORK_FIELDS), merges.view(-1, MERGE_FIELDS)
-        of_pass, told_slots, told_at, told, tiles, left_slots, left = wide[4:]
-        tiles = tiles.view(-1, TILE_FIELDS)
-        self.drifting = DriftingRows((), of_pass, told_slots, told_at, told, left_slots, left, tiles)
+        told = (wide.of_pass, wide.told_slots, wide.told_at, wide.told)
+        self.drifting = DriftingRows((), *told, wide.left_slots, wide.left, wide.tiles.view(-1, TILE_FIELDS))
 
     def fill(self, rows: PromptRows, tally: QuestionTally | None = None, drift: DriftTable | None = None) -> bool:
         """Bring a pass to the device, for what is queued on the current stream afterwards.
@@ -143,12 +146,13 @@ class PassTables:
         host = empty_table(len(self._table), device=self._device)
         table = host.numpy()
         table[: self._without_moved] = self._empty
-        wide = [table[field] for field in self._wide]
+        wide = self._wide.of(table)
         # A few of the prompt's ids, without making a tensor of all.
-        wide[0][:count] = [rows.prompt.ids[place] for place in places.tolist()]
-        wide[1][:count] = places
-        wide[2][:count] = rows.slots().numpy()
-        sizes, blocks, work, merges = (wide[3].view(np.int32)[field] for field in self._small)
+        wide.token_ids[:count] = [rows.prompt.ids[place] for place in places.tolist()]
+        wide.positions[:count] = places
+        wide.slots[:count] = rows.slots().numpy()
+        flat = wide.small.view(np.int32)
+        sizes, blocks, work, merges = (flat[field] for field in self._small)
         if asking:
             sizes[:] = plan.sizes(count - asking)
         reached = min(len(blocks), len(rows.prompt.block_ids))
@@ -156,9 +160,10 @@ class PassTables:
         self._divide(places[: count - asking], work, merges)
         brought = self._without_moved
         if drift is not None:
-            told, left, brought = drift.columns[:4], drift.columns[4:], len(table)
-            for column, filled in zip(wide[4:], (*told, drift.tiles.ravel(), *left), strict=True):
+            columns = (wide.of_pass, wide.told_slots, wide.told_at, wide.told, wide.left_slots, wide.left, wide.tiles)
+            for column, filled in zip(columns, (*drift.columns, drift.tiles.ravel()), strict=True):
                 column[: len(filled)] = filled
+            brought = len(table)
         self._table[:brought].copy_(host[:brought], non_blocking=True)
         return True
 
@@ -196,10 +201,30 @@ class PassTables:
     def _make_empty(self) -> np.ndarray:
         """[n] int64, the table of a pass without rows, up to what moves."""
         table = np.zeros(self._without_moved, dtype=np.int64)
-        slots, small, told_slots = (table[self._wide[field]] for field in (2, 3, 5))
-        slots[:] = told_slots[:] = NO_SLOT
-        small.view(np.int32)[self._small[2]].reshape(-1, WORK_FIELDS)[:, -1] = NO_PART
+        wide = self._wide.of(table)
+        wide.slots[:] = wide.told_slots[:] = NO_SLOT
+        wide.small.view(np.int32)[self._small[2]].reshape(-1, WORK_FIELDS)[:, -1] = NO_PART
         return table
+
+
+class _Wide(NamedTuple):
+    """Where the int64 fields of a table lie, or the fields themselves; `small` holds the int32 ones."""
+
+    token_ids: Any
+    positions: Any
+    slots: Any
+    small: Any
+    of_pass: Any
+    told_slots: Any
+    told_at: Any
+    told: Any
+    tiles: Any
+    left_slots: Any
+    left: Any
+
+    def of(self, table: Any) -> _Wide:
+        """The fields of a table."""
+        return _Wide(*(table[field] for field in self))
 
 
 def _cut(*lengths: int) -> list[slice]:
