@@ -16,7 +16,6 @@ the caller can spread a large blend over several engine steps.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
@@ -36,12 +35,12 @@ from cacheblend.vllm_backend.drift import DriftingPrompt, PassDrift
 from cacheblend.vllm_backend.forward import LayersForward
 from cacheblend.vllm_backend.hidden import Hidden
 from cacheblend.vllm_backend.messages import BlendDone, BlendOrder, BlendTimes
-from cacheblend.vllm_backend.placement import LayerPlacement, PlacedSpan, place_layers
+from cacheblend.vllm_backend.placement import PlacedSpan, place_layers
 from cacheblend.vllm_backend.ranks import Ranks
-from cacheblend.vllm_backend.rotary import RotaryTables
 from cacheblend.vllm_backend.rows import PromptPages, PromptRows, RowBatch, slices
 from cacheblend.vllm_backend.scoring import QuestionTally, ScoringAttention
 from cacheblend.vllm_backend.stage_times import StageTimes
+from cacheblend.vllm_backend.timed_placement import TimedPlacement, mark
 from kvstore.chunk import ChunkKV
 from kvstore.errors import ChunkUnavailable, UnavailableReason
 from kvstore.key import ChunkIdentity, ChunkKey
@@ -49,9 +48,6 @@ from kvstore.store import ChunkStore
 from kvstore.tiers import Tier
 
 logger = logging.getLogger(__name__)
-
-LOOK_AGAIN_S = 5e-5
-"""Pause between two looks whether the device is done; a group of layers is on the link for a millisecond or two."""
 
 
 @dataclass
@@ -114,38 +110,6 @@ class _Prompt:
         return bool(self.plan.reused) and selector is not None and selector.needs(Evidence.ATTENTION)
 
 
-class _Placing:
-    """How stored KV gets into the pages; what the model's stream waits for counts as a stage of its own."""
-
-    def __init__(self, placement: LayerPlacement, times: StageTimes) -> None:
-        self._placement = placement
-        self._times = times
-
-    def ensure(self, layer: int) -> None:
-        """See `LayerPlacement.ensure`."""
-        if self._placement.is_due(layer):
-            with self._times.stage("relocate"):
-                self._placement.ensure(layer)
-
-    def fetch(self, found: torch.Tensor, before: torch.cuda.Event | None) -> torch.Tensor:
-        """`found` on the host. While the device is not at `before` yet, chunks go on coming."""
-        if before is None:
-            return found.cpu()
-        host = torch.empty_like(found, device="cpu", pin_memory=True)
-        host.copy_(found, non_blocking=True)
-        there = _mark(found.device)
-        assert there is not None
-        while not there.query():
-            if not before.query():
-                self._placement.advance()
-            time.sleep(LOOK_AGAIN_S)
-        return host
-
-    def end(self) -> None:
-        """See `LayerPlacement.end`."""
-        self._placement.end()
-
-
 @dataclass
 class BlendBatch:
     """Blends the orders together.
@@ -153,7 +117,6 @@ class BlendBatch:
     Args:
         orders: at least one.
         forward: runs the model.
-        rotary: of the model.
         store: where chunks come from.
         ranks: the tensor-parallel ranks that do the same.
         most_rows: of one forward pass.
@@ -161,7 +124,6 @@ class BlendBatch:
 
     orders: Sequence[BlendOrder]
     forward: LayersForward
-    rotary: RotaryTables
     store: ChunkStore
     ranks: Ranks
     most_rows: int
@@ -180,7 +142,7 @@ class BlendBatch:
         with times.stage("load"):
             prompts = [self._load(order) for order in self.orders]
             spans = [span for prompt in prompts for span in prompt.placed()]
-            placing = _Placing(place_layers(spans, self.forward, self.rotary), times)
+            placing = TimedPlacement(place_layers(spans, self.forward), times)
         try:
             yield from self._fill(prompts, placing, times)
         finally:
@@ -190,7 +152,7 @@ class BlendBatch:
         # Copies and kernels that are queued may still read them.
         self._in_use = [chunk for prompt in prompts for chunk in prompt.chunks]
 
-    def _fill(self, prompts: Sequence[_Prompt], placing: _Placing, times: StageTimes) -> Iterator[float]:
+    def _fill(self, prompts: Sequence[_Prompt], placing: TimedPlacement, times: StageTimes) -> Iterator[float]:
         """Fill the pages of all prompts."""
         asking = [prompt for prompt in prompts if prompt.needs_scores]
         if asking:
@@ -253,7 +215,7 @@ class BlendBatch:
             raise ChunkUnavailable(identity.key, UnavailableReason.OTHER_MODEL, f"its KV is {chunk.kv.dtype}")
         return (tier or Tier.DISK).value, chunk
 
-    def _score(self, prompts: Sequence[_Prompt], placing: _Placing, times: StageTimes) -> Iterator[float]:
+    def _score(self, prompts: Sequence[_Prompt], placing: TimedPlacement, times: StageTimes) -> Iterator[float]:
         """Tally the attention that each question pays to the rows before it."""
         parts = []
         for prompt in prompts:
@@ -275,7 +237,7 @@ class BlendBatch:
                     )
             yield len(rows)
 
-    def _recompute(self, prompts: Sequence[_Prompt], placing: _Placing, times: StageTimes) -> Iterator[float]:
+    def _recompute(self, prompts: Sequence[_Prompt], placing: TimedPlacement, times: StageTimes) -> Iterator[float]:
         """Run chosen and fresh rows through every layer, narrowing on the way."""
         layers = self.forward.num_layers
         for prompt in prompts:
@@ -323,7 +285,7 @@ class BlendBatch:
         layers: range,
         rows: RowBatch,
         hidden: Hidden | None,
-        placing: _Placing,
+        placing: TimedPlacement,
         drift: PassDrift | None,
     ) -> Hidden:
         """One pass, layer by layer; `hidden` enters the first of `layers`, None before the model's first."""
@@ -344,12 +306,12 @@ class BlendBatch:
             return None
         firsts = accumulate((len(part.positions) for _, part in piece), initial=0)
         parts = [(drifting[i], part, at) for (i, part), at in zip(piece, firsts, strict=False) if i in drifting]
-        drift = PassDrift(parts, alone, self.rotary, self.forward.device)
+        drift = PassDrift(parts, alone, self.forward.rotary, self.forward.device)
         return None if drift.moves_nothing else drift
 
-    def _move_alone(self, layers: range, alone: Sequence[DriftingPrompt], placing: _Placing) -> None:
+    def _move_alone(self, layers: range, alone: Sequence[DriftingPrompt], placing: TimedPlacement) -> None:
         """Move what no pass has a row of."""
-        drift = PassDrift([], alone, self.rotary, self.forward.device)
+        drift = PassDrift([], alone, self.forward.rotary, self.forward.device)
         nothing = torch.empty(0, self.forward.kv_heads, self.forward.head_dim, device=self.forward.device)
         for layer in () if drift.moves_nothing else layers:
             placing.ensure(layer)
@@ -370,7 +332,7 @@ class BlendBatch:
         else:
             prompt.rows = PromptRows(prompt.pages, fresh)
 
-    def _narrow(self, layer: int, hidden: Hidden, prompts: Sequence[_Prompt], placing: _Placing) -> Hidden:
+    def _narrow(self, layer: int, hidden: Hidden, prompts: Sequence[_Prompt], placing: TimedPlacement) -> Hidden:
         """Drop the rows whose KV at `layer` deviates least from what is in the pages."""
         deviations = self._deviations(layer, hidden, prompts, placing)
         kept = []
@@ -386,7 +348,7 @@ class BlendBatch:
         return hidden.take(on_device(going_on, self.forward.device))
 
     def _deviations(
-        self, layer: int, hidden: Hidden, prompts: Sequence[_Prompt], placing: _Placing
+        self, layer: int, hidden: Hidden, prompts: Sequence[_Prompt], placing: TimedPlacement
     ) -> dict[str, torch.Tensor]:
         """Squared difference of new and stored KV, over all heads of all ranks, of the prompts that drop rows by it.
 
@@ -394,7 +356,7 @@ class BlendBatch:
             By request id, [rows] float32 on the CPU.
         """
         # What follows brings small tables to the device, which would come behind the chunks.
-        before = _mark(self.forward.device)
+        before = mark(self.forward.device)
         found: list[torch.Tensor] = []
         lengths: dict[str, int] = {}
         first = 0
@@ -420,15 +382,6 @@ class BlendBatch:
         if found:
             deviations = placing.fetch(self.ranks.sum(found[0] if len(found) == 1 else torch.cat(found)), before)
         return dict(zip(lengths, deviations.split(list(lengths.values())), strict=True))
-
-
-def _mark(device: torch.device) -> torch.cuda.Event | None:
-    """What the current stream has been asked for so far; None without one."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
 
 
 def _reason(error: Exception) -> str:

@@ -15,7 +15,6 @@ from cacheblend.vllm_backend.blend import BlendBatch
 from cacheblend.vllm_backend.forward import LayersForward
 from cacheblend.vllm_backend.messages import BlendDone, BlendOrder, BlendTimes
 from cacheblend.vllm_backend.ranks import Ranks
-from cacheblend.vllm_backend.rotary import RotaryTables
 from kvstore.store import ChunkStore
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,6 @@ class BlendExecutor:
 
     Args:
         forward: runs the model.
-        rotary: of the model.
         store: where chunks come from.
         ranks: the tensor-parallel ranks that do the same.
         most_rows: of one forward pass.
@@ -50,14 +48,12 @@ class BlendExecutor:
     def __init__(
         self,
         forward: LayersForward,
-        rotary: RotaryTables,
         store: ChunkStore,
         ranks: Ranks,
         most_rows: int,
         rows_per_step: int,
     ) -> None:
         self._forward = forward
-        self._rotary = rotary
         self._store = store
         self._ranks = ranks
         self._most_rows = min(most_rows, rows_per_step)
@@ -154,7 +150,7 @@ class BlendExecutor:
         self._pieces = self._batch.pieces()
 
     def _make_batch(self, orders: Sequence[BlendOrder]) -> BlendBatch:
-        return BlendBatch(orders, self._forward, self._rotary, self._store, self._ranks, self._most_rows)
+        return BlendBatch(orders, self._forward, self._store, self._ranks, self._most_rows)
 
     def _take_batch(self) -> list[BlendOrder]:
         """The next orders that fit one batch: at least one, by the rows they compute and the rows they move."""

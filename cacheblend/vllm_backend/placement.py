@@ -97,17 +97,16 @@ class LayerPlacement(Protocol):
         ...
 
 
-def place_layers(spans: Sequence[PlacedSpan], forward: LayersForward, rotary: RotaryTables) -> LayerPlacement:
+def place_layers(spans: Sequence[PlacedSpan], forward: LayersForward) -> LayerPlacement:
     """How `spans` get into the pages of each layer.
 
     Args:
         spans: what to write; none empty.
-        forward: knows the pages and the device.
-        rotary: of the model.
+        forward: knows the pages, the model's rotations and the device.
     """
     if spans and forward.device.type == "cuda" and forward.pages[0].views is not None:
-        return StagedPlacement(spans, forward.layers_pages, rotary, forward.device)
-    return PlainPlacement(spans, forward.pages, rotary, forward.device)
+        return StagedPlacement(spans, forward.layers_pages, forward.rotary, forward.device)
+    return PlainPlacement(spans, forward.pages, forward.rotary, forward.device)
 
 
 class PlainPlacement:

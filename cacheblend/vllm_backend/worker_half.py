@@ -86,7 +86,7 @@ class WorkerHalf:
         held.store.subscribe(self._events.put)
         self._worker_store = held
         self._forward = forward
-        self._executor = BlendExecutor(forward, forward.rotary, held.store, self._ranks, most_rows, rows_per_step)
+        self._executor = BlendExecutor(forward, held.store, self._ranks, most_rows, rows_per_step)
         self._report.costs = measure_costs(forward, self._root, min(most_rows, self._config.model_config.max_model_len))
         logger.info("cacheblend attends with kernel '%s'", forward.kernel)
 

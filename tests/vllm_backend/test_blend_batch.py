@@ -93,6 +93,8 @@ class Model:
         self.pages = [Pages() for _ in range(LAYERS)]
         self.scoring_rows = self.recomputed_rows = self.compared = self.passes_at_once = 0
         self._few = few
+        config = LlamaConfig(hidden_size=DIM, num_attention_heads=1, num_key_value_heads=1, head_dim=DIM)
+        self.rotary = RotaryTables(config, CPU)
 
     def attention(self, rows: Any) -> RowsAttention:
         return RowsAttention(rows)
@@ -211,8 +213,7 @@ def blend(store: ChunkStore, *orders: BlendOrder, most_rows: int = 100, few: int
         # What a prefix cache holds of a prompt that was all computed.
         if order.start:
             _fill(model, order, blend(store, replace(order_of(None), end=order.start)).model)
-    config = LlamaConfig(hidden_size=DIM, num_attention_heads=1, num_key_value_heads=1, head_dim=DIM)
-    batch: Any = BlendBatch(orders, model, RotaryTables(config, CPU), store, ranks, most_rows)
+    batch: Any = BlendBatch(orders, model, store, ranks, most_rows)
     for _ in batch.pieces():
         pass
     stages = set(batch.times(wait=True)[orders[0].request_id].parts_ms)

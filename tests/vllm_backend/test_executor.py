@@ -36,7 +36,7 @@ def executor_of(most_rows=100, rows_per_step=100, orders=()) -> BlendExecutor:
     """One whose model cannot run: nothing here lets it come to that, or the failure is what is looked at."""
     model: Any = object()
     ranks: Any = SimpleNamespace(shard=ShardLayout())
-    executor = BlendExecutor(model, model, ChunkStore(None, 0), ranks, most_rows, rows_per_step)
+    executor = BlendExecutor(model, ChunkStore(None, 0), ranks, most_rows, rows_per_step)
     for order in orders:
         executor.submit(order)
     return executor
