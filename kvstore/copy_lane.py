@@ -6,6 +6,9 @@ from typing import Protocol
 
 import torch
 
+from kvstore.copy_turns import TURN_BYTES, CopyTurns
+from kvstore.cuda_runtime import copy_to_device
+
 
 class Mark(Protocol):
     """A place in the lane's order of work."""
@@ -47,6 +50,7 @@ class CudaLane:
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device)
+        self._turns = CopyTurns(self.stream)
 
     def enter_thread(self) -> None:
         """See `CopyLane.enter_thread`: a new thread's device is the first one, whichever the process works on."""
@@ -54,8 +58,16 @@ class CudaLane:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """See `CopyLane.copy`; the source must be page-locked, or the copy is waited for."""
-        with torch.cuda.stream(self.stream):
-            destination.copy_(source, non_blocking=True)
+        ask = copy_to_device() if source.is_pinned() else None
+        if ask is None:
+            with torch.cuda.stream(self.stream):
+                destination.copy_(source, non_blocking=True)
+            return
+        to, origin, nbytes = destination.data_ptr(), source.data_ptr(), source.nbytes
+        for first in range(0, nbytes, TURN_BYTES):
+            turn = min(TURN_BYTES, nbytes - first)
+            ask(to + first, origin + first, turn, self.stream.cuda_stream)
+            self._turns.took(turn)
 
     def mark(self) -> Mark:
         """See `CopyLane.mark`."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kvstore.copy_turns import CopyTurns
 from kvstore.cuda_runtime import copy_to_device
 
 
@@ -27,9 +28,12 @@ class LayerCopies:
     ) -> None:
         self._pairs = list(zip(destinations, sources, strict=True))
         self._stream = stream
+        self._turns = CopyTurns(stream)
         # It keeps the interpreter's lock, and a copy that is waited for would keep it as long.
         self._copy = copy_to_device() if all(source.is_pinned() for source in sources) else None
-        self._addresses = [(to.data_ptr(), source.data_ptr(), source[0].nbytes) for to, source in self._pairs]
+        self._addresses = [
+            (to.data_ptr(), source.data_ptr(), source.nbytes // len(source)) for to, source in self._pairs
+        ]
 
     def start(self, to: int, first: int, layers: int) -> None:
         """Ask for the copies of `layers` layers from the `first` of each source to place `to` of its destination.
@@ -41,7 +45,9 @@ class LayerCopies:
             with torch.cuda.stream(self._stream):
                 for destination, source in self._pairs:
                     destination[to : to + layers].copy_(source[first : first + layers], non_blocking=True)
+                    self._turns.took(source[first : first + layers].nbytes)
             return
         handle = self._stream.cuda_stream
         for address, origin, layer in self._addresses:
             self._copy(address + to * layer, origin + first * layer, layers * layer, handle)
+            self._turns.took(layers * layer)

@@ -40,7 +40,7 @@ from cacheblend.vllm_backend.ranks import Ranks
 from cacheblend.vllm_backend.rows import PromptPages, PromptRows, RowBatch, slices
 from cacheblend.vllm_backend.scoring import QuestionTally, ScoringAttention
 from cacheblend.vllm_backend.stage_times import StageTimes
-from cacheblend.vllm_backend.timed_placement import TimedPlacement, mark
+from cacheblend.vllm_backend.timed_placement import TimedPlacement
 from kvstore.chunk import ChunkKV
 from kvstore.errors import ChunkUnavailable, UnavailableReason
 from kvstore.key import ChunkIdentity, ChunkKey
@@ -355,8 +355,6 @@ class BlendBatch:
         Returns:
             By request id, [rows] float32 on the CPU.
         """
-        # What follows brings small tables to the device, which would come behind the chunks.
-        before = mark(self.forward.device)
         found: list[torch.Tensor] = []
         lengths: dict[str, int] = {}
         first = 0
@@ -380,7 +378,9 @@ class BlendBatch:
                 first += len(rows)
         deviations = torch.empty(0)
         if found:
-            deviations = placing.fetch(self.ranks.sum(found[0] if len(found) == 1 else torch.cat(found)), before)
+            summed = self.ranks.sum(found[0] if len(found) == 1 else torch.cat(found))
+            placing.start_all()
+            deviations = summed.cpu()
         return dict(zip(lengths, deviations.split(list(lengths.values())), strict=True))
 
 

@@ -16,6 +16,7 @@ from cacheblend.kernels.row_tiles import processors as processors_of
 from cacheblend.kernels.scoring_attention import MOST_PARTS, ScoringPlan, ScoringRoom
 from cacheblend.vllm_backend.rows import NO_SLOT, PromptRows
 from cacheblend.vllm_backend.scoring import QuestionTally
+from kvstore.copy_turns import leave_copy_queue
 
 PARTIAL_RESULTS = 8192
 """Partial results of a kv head that a question may leave: 64 rows of four heads each in 32 parts."""
@@ -165,6 +166,8 @@ class PassTables:
                 column[: len(filled)] = filled
             brought = len(table)
         self._table[:brought].copy_(host[:brought], non_blocking=True)
+        if self._device.type == "cuda":
+            leave_copy_queue(self._device)
         return True
 
     def _takes(self, places: np.ndarray, plan: ScoringPlan) -> bool:

@@ -17,19 +17,17 @@ from cacheblend.plan import Span
 from cacheblend.ragged import places_within
 from cacheblend.relocation import rotate_keys
 from cacheblend.vllm_backend.forward import LayersForward
-from cacheblend.vllm_backend.layer_groups import layer_groups, ring_layers
+from cacheblend.vllm_backend.layer_groups import joined_groups, layer_groups, ring_layers
 from cacheblend.vllm_backend.pages import LayerPages
 from cacheblend.vllm_backend.rotary import RotaryTables
 from cacheblend.vllm_backend.rows import PromptPages
 from kvstore.chunk import ChunkKV
 from kvstore.layer_copies import LayerCopies
 
-COPIED_AT_ONCE, COPIED_BEFORE_ROWS = 2, 3
-"""Groups whose copies start before the table of rows is made, and before the first pass's own rows are.
-
-They keep the link busy meanwhile. Such tables come when no copy is left before them (`host_tables`), so further copies
-are held back until what the model was asked for has its tables.
-"""
+COPIED_BEFORE_ROWS = 2
+"""Groups whose copies start before the table of rows is made: the link is busy meanwhile."""
+STARTED_AHEAD = 4
+"""Groups that are started beyond the one that is wanted, once the model has something to do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +86,8 @@ class LayerPlacement(Protocol):
         """Have every layer up to `layer` written for what is queued on the current stream afterwards."""
         ...
 
-    def advance(self) -> None:
-        """Start what is next if the link has nothing to do, for the host has time."""
+    def start_all(self) -> None:
+        """Start all that is left, for the host has time."""
         ...
 
     def end(self) -> None:
@@ -132,8 +130,8 @@ class PlainPlacement:
             self._place(self._next)
             self._next += 1
 
-    def advance(self) -> None:
-        """See `LayerPlacement.advance`: nothing here happens beside what is computed."""
+    def start_all(self) -> None:
+        """See `LayerPlacement.start_all`: nothing here happens beside what is computed."""
 
     def end(self) -> None:
         """See `LayerPlacement.end`."""
@@ -162,12 +160,13 @@ class StagedPlacement:
         self._pages = pages
         self._rotations = rotary.all
         self._streams = streams = placement_streams(device)
-        self._groups = layer_groups(len(pages.layer_offsets))
+        layers = len(pages.layer_offsets)
         staged = [span.chunk.kv for span in spans if not span.chunk.kv.is_cuda]
-        self._has_copies = bool(staged)
+        self._groups = layer_groups(layers) if staged else joined_groups(layers)
         self._next = self._started = 0
         self._copied = 0 if staged else len(self._groups)
-        room = ring_layers(len(pages.layer_offsets))
+        self._has_copies = bool(staged)
+        room = ring_layers(layers)
         sizes = [room * kv[0].numel() for kv in staged]
         offsets = list(accumulate(sizes, initial=0))
         # Room in the ring is free when earlier blends are placed, but pages only when earlier work on them is done.
@@ -182,11 +181,10 @@ class StagedPlacement:
         self._copies = LayerCopies(rings, staged, streams.copying)
         self._arrived = [torch.cuda.Event() for _ in self._groups]
         self._placed = [torch.cuda.Event() for _ in self._groups]
-        self._copy_until(COPIED_AT_ONCE)
+        self._copy_until(COPIED_BEFORE_ROWS)
         with torch.cuda.stream(streams.placing):
             self._rows = stored_rows(spans, offsets, self._buffer)
-        streams.copying.wait_stream(streams.placing)
-        self._copy_until(COPIED_BEFORE_ROWS)
+        self._copy_until(next((i for i, group in enumerate(self._groups) if group.after >= 0), len(self._groups)))
 
     def is_due(self, layer: int) -> bool:
         """See `LayerPlacement.is_due`."""
@@ -195,37 +193,18 @@ class StagedPlacement:
     def ensure(self, layer: int) -> None:
         """See `LayerPlacement.ensure`."""
         while self.is_due(layer):
-            self._start_until(self._next + 1)
+            # The first group alone: the model waits for it, and for this thread.
+            self._start_until(self._next + (STARTED_AHEAD if self._next else 1))
             self._placed[self._next].wait()
             self._next += 1
-            self._start_ahead()
 
-    def advance(self) -> None:
-        """See `LayerPlacement.advance`."""
-        under_way = self._has_copies and not self._arrived[self._copied - 1].query()
-        if not under_way and self._has_room(self._copied):
-            self._start_until(self._copied + 1)
+    def start_all(self) -> None:
+        """See `LayerPlacement.start_all`."""
+        self._start_until(len(self._groups))
 
     def end(self) -> None:
         """See `LayerPlacement.end`."""
         torch.cuda.current_stream(self._buffer.device).wait_stream(self._streams.placing)
-
-    def _start_ahead(self) -> None:
-        """Start the groups whose room is free when the current stream has come to the next one.
-
-        Their copies come behind what that stream was asked for so far: behind its tables, and behind its waits for the
-        groups that had their room.
-        """
-        later = range(self._started, len(self._groups))
-        end = next((index for index in later if self._groups[index].after >= self._next), len(self._groups))
-        if end > self._copied:
-            self._streams.copying.wait_stream(torch.cuda.current_stream(self._buffer.device))
-        self._start_until(end)
-
-    def _has_room(self, index: int) -> bool:
-        """Whether a group can be copied at once, or needs no copy any more."""
-        before = self._groups[index].after if index < len(self._groups) else -1
-        return before < 0 or (before < self._started and self._placed[before].query())
 
     def _start_until(self, end: int) -> None:
         """Start the groups before `end`."""
@@ -243,14 +222,16 @@ class StagedPlacement:
         self._placed[index].record()
 
     def _copy_until(self, end: int) -> None:
-        """Start copying the groups before `end`, which have room."""
+        """Start copying the groups before `end`."""
         while self._copied < min(end, len(self._groups)):
             self._copy(self._copied)
             self._copied += 1
 
     def _copy(self, index: int) -> None:
-        """Start copying a group of layers."""
+        """Start copying a group of layers, as soon as it has room."""
         group = self._groups[index]
+        if group.after >= 0:
+            self._streams.copying.wait_event(self._placed[group.after])
         self._copies.start(group.turn, group.first, group.layers)
         self._arrived[index].record(self._streams.copying)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kvstore import cuda_runtime
+from kvstore import copy_lane, copy_turns, cuda_runtime
+from kvstore.copy_lane import CudaLane
 from kvstore.layer_copies import LayerCopies
 
 
@@ -87,3 +89,34 @@ def test_without_a_runtime_torch_copies_and_that_is_said_once(caplog, monkeypatc
     assert torch.equal(ring[1:], chunk[5:8])
     assert not ring[0].any()
     assert caplog.text.count("copied by torch") == 1
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many copies had been asked for when others got their turn."""
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=5, device=device))
+    monkeypatch.setattr(copy_turns, "TURN_BYTES", 24)
+    monkeypatch.setattr(copy_lane, "TURN_BYTES", 24)
+    return []
+
+
+def test_others_get_their_turn_after_so_many_bytes_of_layers(runtime, turns, monkeypatch):
+    told = runtime.cudaMemcpyAsync.told
+    monkeypatch.setattr(copy_turns, "leave_copy_queue", lambda _: turns.append(len(told)))
+    stream = torch.cuda.Stream("cuda")
+    copies = LayerCopies([torch.zeros(4, 4) for _ in range(5)], [torch.ones(9, 4) for _ in range(5)], stream)
+    copies.start(0, 0, 1)
+    assert turns == [2, 4]
+    copies.start(0, 1, 2)
+    assert turns == [2, 4, 6, 7, 8, 9, 10]
+
+
+def test_a_chunk_is_copied_in_turns_that_are_the_whole_of_it(runtime, turns, monkeypatch):
+    told = runtime.cudaMemcpyAsync.told
+    monkeypatch.setattr(copy_turns, "leave_copy_queue", lambda _: turns.append(len(told)))
+    room, chunk = torch.zeros(2, 7), torch.ones(2, 7)
+    CudaLane(torch.device("cuda")).copy(room, chunk)
+    pieces = [(to - room.data_ptr(), origin - chunk.data_ptr(), nbytes) for to, origin, nbytes, _, _ in told]
+    assert pieces == [(0, 0, 24), (24, 24, 24), (48, 48, 8)]
+    assert turns == [1, 2]

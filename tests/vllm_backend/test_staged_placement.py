@@ -102,13 +102,12 @@ class Chunks:
         self.pages: dict[int, int] = {}
         self.ring: list[int | None] = [None] * ring_layers(layers)
         self.on_host = on_host
-        self.copied = 0
         cuda = SimpleNamespace(
             Event=lambda: Event(device), stream=device.on, current_stream=lambda _=None: device.current
         )
         patch.setattr(module, "torch", SimpleNamespace(cuda=cuda, empty=lambda *_, **__: Buffer()))
         patch.setattr(module, "placement_streams", lambda _: PlacementStreams(device.copying, device.placing))
-        self.copied_before_rows: list[int] = []
+        self.copies_asked = self.copies_asked_before_rows = self.launches = 0
         patch.setattr(module, "stored_rows", self.bring_rows)
         patch.setattr(module, "LayerCopies", lambda *_: SimpleNamespace(start=self.copy))
         patch.setattr(module, "place_rows", self.place)
@@ -126,13 +125,13 @@ class Chunks:
         self.pages_are_free = True
 
     def bring_rows(self, *_: Any) -> None:
-        self.device.placing.ask(lambda: self.copied_before_rows.append(self.copied))
+        self.copies_asked_before_rows = self.copies_asked
 
     def copy(self, to: int, first: int, layers: int) -> None:
         def work() -> None:
             self.ring[to : to + layers] = range(first, first + layers)
-            self.copied += layers
 
+        self.copies_asked += 1
         self.device.copying.ask(work)
 
     def place(self, _: Any, __: Any, ___: Any, ____: Any, turn: int, first: int, layers: int) -> None:
@@ -142,6 +141,7 @@ class Chunks:
                 assert self.ring[turn : turn + layers] == list(range(first, first + layers))
             self.pages.update((layer, layer) for layer in range(first, first + layers))
 
+        self.launches += 1
         assert self.device.current is self.device.placing
         self.device.placing.ask(work)
 
@@ -197,8 +197,8 @@ def test_no_layer_is_computed_before_it_is_placed_and_no_room_is_filled_before_i
         for layer in range(0, layers, step):
             # The device goes on meanwhile, and the host may have time.
             chunks.device.run(choose, data.draw(st.sampled_from([0, 0, 3, 20])))
-            if data.draw(st.booleans()):
-                chunks.placement.advance()
+            if data.draw(st.integers(0, 9)) == 9:
+                chunks.placement.start_all()
             last = min(layers, layer + step) - 1
             chunks.placement.ensure(last)
             assert not chunks.placement.is_due(last)
@@ -221,43 +221,45 @@ def test_a_blend_that_ends_early_leaves_nothing_on_its_way_into_pages_for_later_
     assert ended == [set(chunks.pages)]
 
 
-@pytest.mark.parametrize("passes", [[range(32)], [range(32), range(32)], [range(1), range(1, 32)]])
-def test_a_small_table_that_a_pass_is_asked_for_first_waits_for_no_copy_but_those_before_it(monkeypatch, passes):
-    """The link carries what is asked for on one stream until nothing is left there, and only then what is elsewhere."""
+def test_every_layer_comes_into_the_pages_however_far_the_computation_is(monkeypatch):
     chunks = Chunks(32, True, False, monkeypatch)
-    copies_before: list[int] = []
-    for layers in passes:
-        chunks.device.main.ask(lambda: copies_before.append(chunks.copied))
-        for layer in layers:
-            chunks.placement.ensure(layer)
-            chunks.compute(layer)
-    # The model's stream goes on only where the one that copies cannot.
-    chunks.device.run(lambda ready: ready - 1, order=("main", "placing", "copying"))
-    assert chunks.copied_before_rows[0] <= 2
-    assert copies_before[0] <= 4
+    chunks.placement.ensure(0)
+    chunks.placement.start_all()
+    main = chunks.device.main
+    while main.queue[0][0]():
+        main.queue.popleft()[1]()
+    # It stands still from here on, behind the work that had the pages before.
+    chunks.device.run(lambda _: 0, order=("copying", "placing"))
     assert set(chunks.pages) == set(range(32))
 
 
-@pytest.mark.parametrize("first", ["copying", "placing"])
-def test_while_the_host_waits_every_layer_comes_and_the_next_is_asked_for_when_those_before_are_there(
-    monkeypatch, first
-):
-    order = sorted(("copying", "placing"), key=lambda name: name == first)
+def test_the_first_group_alone_is_started_before_the_model_has_something_to_do(monkeypatch):
+    chunks = Chunks(32, True, False, monkeypatch)
+    placed = [len(chunks.device.placing.queue)]
+    for layer in range(3):
+        chunks.placement.ensure(layer)
+        chunks.device.run(lambda _: 0)
+        placed.append(len(chunks.pages))
+    groups = [group.layers for group in layer_groups(32)]
+    assert placed[1:] == [groups[0], sum(groups[: 1 + module.STARTED_AHEAD]), sum(groups[: 2 + module.STARTED_AHEAD])]
+
+
+def test_the_ring_is_filled_before_the_first_layer_is_wanted(monkeypatch):
     chunks = Chunks(32, True, False, monkeypatch)
     chunks.device.run(lambda _: 0)
-    chunks.placement.ensure(1)
+    assert chunks.ring == list(range(ring_layers(32)))
+
+
+def test_the_table_of_rows_is_made_while_the_first_copies_are_under_way(monkeypatch):
+    chunks = Chunks(32, True, False, monkeypatch)
+    chunks.device.run(lambda ready: 0, order=("placing", "main", "copying"))
+    assert chunks.copies_asked_before_rows == module.COPIED_BEFORE_ROWS
+
+
+def test_chunks_of_the_pool_alone_are_placed_in_few_launches(monkeypatch):
+    chunks = Chunks(32, False, True, monkeypatch)
+    for layer in range(32):
+        chunks.placement.ensure(layer)
     chunks.device.run(lambda _: 0)
-    for _ in range(1000):
-        copies = len(chunks.device.copying.queue)
-        chunks.placement.advance()
-        assert all(may() for may, _ in chunks.device.copying.queue)
-        assert not copies or len(chunks.device.copying.queue) == copies
-        chunks.device.run(lambda ready: ready - 1, most=1, order=("main", *order))
+    assert chunks.launches == 4
     assert set(chunks.pages) == set(range(32))
-
-
-def test_few_layers_are_on_their_way_before_the_first_one_is_wanted(monkeypatch):
-    chunks = Chunks(32, True, False, monkeypatch)
-    chunks.device.run(lambda _: 0)
-    ahead = sum(group.layers for group in layer_groups(32)[: module.COPIED_BEFORE_ROWS])
-    assert sorted(layer for layer in chunks.ring if layer is not None) == list(range(ahead)) == [0, 1, 2, 3]
