@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from kvstore.errors import UnavailableReason
@@ -11,6 +12,9 @@ from kvstore.key import ChunkIdentity, ChunkKey, ShardLayout
 from kvstore.store import ChunkStore
 from kvstore.stored_chunks import StoredChunks
 from kvstore.tiers import ChunkRecord, Tier
+
+IDENTITIES_KEPT = 1_024
+"""Chunks asked for last whose keys are remembered: to hash one takes four times as long as to find it."""
 
 
 class ChunkDirectory:
@@ -57,7 +61,7 @@ class ChunkDirectory:
     ) -> tuple[ChunkIdentity | None, UnavailableReason | None]:
         """The chunk of these ids behind the first prefix that has it, or None and why; see `ChunkStore.find`."""
         for prefix in prefixes:
-            identity = ChunkIdentity(fingerprint, prefix, tuple(token_ids))
+            identity = _identity(fingerprint, prefix, tuple(token_ids))
             if identity.key in self:
                 return identity, None
             if self._in_folder is not None and self._in_folder.find(fingerprint, token_ids, [prefix])[0] is not None:
@@ -99,3 +103,8 @@ class ChunkDirectory:
                 self._told.pop(event.key, None)
             return was_everywhere
         return rank == 0
+
+
+@lru_cache(maxsize=IDENTITIES_KEPT)
+def _identity(fingerprint: str, prefix: tuple[int, ...], token_ids: tuple[int, ...]) -> ChunkIdentity:
+    return ChunkIdentity(fingerprint, prefix, token_ids)
