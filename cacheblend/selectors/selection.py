@@ -21,6 +21,7 @@ class RowSelection:
         attention: [rows before the question] float32, what the question pays to each, for selectors that need it; else
             None.
         start: chosen rows before it have been computed already, by an earlier blend of the same plan.
+        candidates: `Candidates.of_plan`, if the caller has had time for it; else made here.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class RowSelection:
         fresh: torch.Tensor,
         attention: torch.Tensor | None = None,
         start: int = 0,
+        candidates: Candidates | None = None,
     ) -> None:
         assert plan.selector is not None
         self._selector: Selector = plan.selector
@@ -42,7 +44,7 @@ class RowSelection:
         self._device = device
         self._fresh = fresh.cpu().numpy()
         self._start = start
-        candidates = Candidates.of_plan(plan)
+        candidates = candidates or Candidates.of_plan(plan)
         if attention is not None:
             candidates = candidates.scored(attention.cpu()[candidates.positions])
         self._per_layer: list[int] = []

@@ -28,7 +28,7 @@ from cacheblend.kernels.kv_deviation import kv_deviation, squared_distance
 from cacheblend.plan import BlendPlan
 from cacheblend.protocols import BlendReport
 from cacheblend.reports import note_blend
-from cacheblend.selectors.base import Evidence
+from cacheblend.selectors.base import Candidates, Evidence
 from cacheblend.selectors.query import first_tallied_layer
 from cacheblend.selectors.selection import RowSelection
 from cacheblend.vllm_backend.drift import DriftingPrompt, PassDrift
@@ -263,8 +263,8 @@ class BlendBatch:
                 entering = None if hidden is None else hidden.take(slice(done, done + len(rows)))
                 with times.stage("recompute"):
                     drift = self._drift(drifting, piece, alone)
-                    few = (first, entering, piece[0][1], drift, placing.ensure)
-                    if last < layers or len(piece) > 1 or not self.forward.recompute_few(*few):
+                    alone_rows = (first, entering, piece[0][1], drift, placing.ensure)
+                    if last < layers or len(piece) > 1 or not self.forward.recompute_alone(*alone_rows):
                         kept.append(self._run(range(first, last), rows, entering, placing, drift))
                 alone = []
                 done += len(rows)
@@ -321,12 +321,20 @@ class BlendBatch:
         fresh = prompt.fresh()
         if prompt.plan.reused:
             attention = None
+            # While the device is still at what the choice waits for.
+            candidates = Candidates.of_plan(prompt.plan)
             if prompt.tally is not None:
                 attention = self.ranks.sum(prompt.tally.mass.sum(0)).cpu()
                 # The scoring pass has computed the rows before the first reused one for good.
                 fresh = fresh[fresh > prompt.plan.reused[0].start]
             prompt.selection = RowSelection(
-                prompt.plan, self.forward.num_layers, torch.device("cpu"), fresh, attention, prompt.order.start
+                prompt.plan,
+                self.forward.num_layers,
+                torch.device("cpu"),
+                fresh,
+                attention,
+                prompt.order.start,
+                candidates,
             )
             prompt.rows = PromptRows(prompt.pages, prompt.selection.positions)
         else:

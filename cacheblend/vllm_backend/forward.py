@@ -24,6 +24,7 @@ from cacheblend.vllm_backend.drift import PassDrift
 from cacheblend.vllm_backend.eager import eager_kernels
 from cacheblend.vllm_backend.hidden import Hidden
 from cacheblend.vllm_backend.layer_graphs import LayerGraphs, RowsGraph
+from cacheblend.vllm_backend.layer_passes import LayerPasses
 from cacheblend.vllm_backend.model_identity import transformers_config
 from cacheblend.vllm_backend.pages import LayerPages, PageLayout, layers_pages
 from cacheblend.vllm_backend.pass_graphs import RECOMPUTE_SIZES, SCORING_SIZES, PassGraphs
@@ -104,12 +105,14 @@ class LayersForward:
         self._graphs: LayerGraphs | None = None
         self._scoring_graphs: PassGraphs | None = None
         self._recompute_graphs: PassGraphs | None = None
+        self._layer_passes: LayerPasses | None = None
         if self._can_replay and graph_rows:
             with self._layer_context(graph_rows, None, None), eager_kernels(self.device):
                 self._graphs = self._capture_layers(graph_rows)
                 capture = partial(self._capture_passes, graph_rows, self._graphs.pool)
                 self._scoring_graphs = capture(SCORING_SIZES, partial_results=PARTIAL_RESULTS)
                 self._recompute_graphs = capture(RECOMPUTE_SIZES, moved_rows=MOVED_ROWS)
+                self._layer_passes = self._make_layer_passes(self._graphs)
 
     @property
     def _can_replay(self) -> bool:
@@ -197,7 +200,7 @@ class LayersForward:
         """
         return self._scoring_graphs is not None and self._scoring_graphs.score(rows, tally, before_layer)
 
-    def recompute_few(
+    def recompute_alone(
         self,
         first: int,
         hidden: Hidden | None,
@@ -205,7 +208,7 @@ class LayersForward:
         drift: PassDrift | None,
         before_layer: Callable[[int], None],
     ) -> bool:
-        """The same from layer `first` to the last, without a question; in the last one only KV is written.
+        """Rows of one prompt from layer `first` to the last, where graphs take them; of the last only KV is written.
 
         Args:
             first: index of a layer.
@@ -217,12 +220,13 @@ class LayersForward:
         Returns:
             See `score_few`.
         """
-        if self._recompute_graphs is None:
+        if self._recompute_graphs is None or self._layer_passes is None:
             return False
         table = None if drift is None else drift.of_pass_alone
         if drift is not None and table is None:
             return False
-        return self._recompute_graphs.recompute(first, hidden, rows, table, before_layer)
+        given = (first, hidden, rows, table, before_layer)
+        return self._recompute_graphs.recompute(*given) or self._layer_passes.recompute(*given)
 
     def keys_values(self, index: int, hidden: Hidden, rows: RowBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Only the rows' keys (rotated) and values of layer `index`, each [rows, kv_heads, head_dim].
@@ -279,15 +283,24 @@ class LayersForward:
         return graphs
 
     def _capture_passes(self, most_rows: int, pool: Any, sizes: Sequence[int], **room: int) -> PassGraphs:
-        heads = Heads(self._attention[0].num_heads, self.kv_heads, self.head_dim, self.dtype)
         fitting = [size for size in sizes if size <= most_rows]
-        of_pass = PassRoom(max(fitting, default=0), self._config.model_config.max_model_len, **room)
+        graphs = PassGraphs(*self._pass(max(fitting, default=0), **room), fitting, pool, self.device)
+        graphs.capture()
+        return graphs
+
+    def _make_layer_passes(self, graphs: LayerGraphs) -> LayerPasses:
+        passes = LayerPasses(graphs, *self._pass(graphs.most_rows, moved_rows=MOVED_ROWS))
+        passes.warm_up()
+        return passes
+
+    def _pass(self, rows: int, **room: int) -> tuple[PassLayers, PassTables]:
+        """The layers for passes of at most so many rows of one prompt, and the tables that they read."""
+        heads = Heads(self._attention[0].num_heads, self.kv_heads, self.head_dim, self.dtype)
+        of_pass = PassRoom(rows, self._config.model_config.max_model_len, **room)
         tables = PassTables(heads, of_pass, self.block_size, self.device)
         embed, tallied = self._model.embed_input_ids, first_tallied_layer(self.num_layers)
         stack = Stack(embed, self._layers, self._attention, self.pages, tallied, self.rotary.all)
-        graphs = PassGraphs(PassLayers(stack, tables, self.device), tables, fitting, pool, self.device)
-        graphs.capture()
-        return graphs
+        return PassLayers(stack, tables, self.device), tables
 
     def _stop_at_attention(self, index: int, hidden: Hidden, rows: RowBatch) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (len(rows), self.kv_heads, self.head_dim)

@@ -117,6 +117,11 @@ class LayerGraphs:
                 self._graphs.insert(0, self._capture_rows(rows))
         torch.cuda.synchronize(self._device)
 
+    @property
+    def most_rows(self) -> int:
+        """The largest number of rows that is captured; 0 if none is."""
+        return max(self._sizes, default=0)
+
     def for_rows(self, rows: int) -> RowsGraph | None:
         """The smallest graph that takes `rows` rows; None if they are more than any."""
         return next((graph for graph in self._graphs if graph.rows >= rows), None)

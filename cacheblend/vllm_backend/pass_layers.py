@@ -16,7 +16,7 @@ from cacheblend.kernels.pages import PagedLayer
 from cacheblend.kernels.place_rows import Rotations
 from cacheblend.kernels.row_tiles import RowTiles
 from cacheblend.vllm_backend.hidden import Hidden
-from cacheblend.vllm_backend.layer_graphs import attending
+from cacheblend.vllm_backend.layer_graphs import RowsGraph, attending
 from cacheblend.vllm_backend.pages import LayerPages
 from cacheblend.vllm_backend.pass_tables import PassTables
 
@@ -87,18 +87,43 @@ class PassLayers:
             hidden = Hidden(stack.embed(self._tables.token_ids[:rows]), None)
         for index in layers:
             try:
-                with attending(stack.attention[index], self._attend(index, rows)):
+                with attending(stack.attention[index], self._attend(index, self._attended[:rows])):
                     hidden = Hidden(*stack.layers[index](positions, hidden.states, hidden.residual))
             except _LastReached:
                 return None
         return hidden
 
-    def _attend(self, index: int, rows: int) -> Callable[..., torch.Tensor]:
-        """The attention of a layer over its pages, as the layer calls it."""
+    def replay(
+        self, graph: RowsGraph, first: int, rows: int, hidden: Hidden | None, before_layer: Callable[[int], None]
+    ) -> None:
+        """From one layer to the model's last, over the first rows of the tables.
+
+        Args:
+            graph: of at least so many rows: what a layer does row by row.
+            first: index of a layer.
+            rows: how many, at least those that the tables tell of.
+            hidden: what enters it; None before the model's first.
+            before_layer: called with each layer's index before it runs.
+        """
+        if hidden is None:
+            hidden = Hidden(self._stack.embed(self._tables.token_ids[:rows]), None)
+        graph.enter(first, hidden, self._tables.positions[:rows])
+        for index in range(first, self.count):
+            before_layer(index)
+            layer = graph.layers[index]
+            layer.before.replay()
+            try:
+                self._attend(index, graph.attended[:rows])(layer.query[:rows], layer.key[:rows], layer.value[:rows])
+            except _LastReached:
+                return
+            layer.after.replay()
+
+    def _attend(self, index: int, attended: torch.Tensor) -> Callable[..., torch.Tensor]:
+        """The attention of a layer over its pages, as the layer calls it; `attended` is filled and given back."""
         pages, module = self._stack.pages[index], self._stack.attention[index]
         paged = pages.paged
         assert paged is not None
-        attended = self._attended[:rows]
+        rows = len(attended)
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
             query, key, value = (t.view(rows, -1, module.head_size) for t in (query, key, value))

@@ -170,9 +170,10 @@ class RowBatch:
     @cached_property
     def run_starts(self) -> torch.Tensor:
         """[runs] int64 on the CPU: index of the first row of each maximal run of consecutive positions of a prompt."""
-        position, prompt = self.positions_cpu, self.prompt_index_cpu
-        breaks = (position[1:] != position[:-1] + 1) | (prompt[1:] != prompt[:-1])
-        return torch.cat([torch.zeros(1, dtype=torch.int64), breaks.nonzero().flatten() + 1])
+        # In numpy: see `PromptPages.slots`.
+        position, prompt = self.positions_cpu.numpy(), self.prompt_index_cpu.numpy()
+        breaks = (np.diff(position) != 1) | (np.diff(prompt) != 0)
+        return torch.from_numpy(np.append(0, np.flatnonzero(breaks) + 1))
 
 
 def _tensor_of(numbers: Sequence[int]) -> torch.Tensor:

@@ -16,8 +16,10 @@ result repeats them:
     pass(rows)             max(weights, rows x slope), and nothing for no rows
 
 load: the chunks' bytes over the rate of one large page-locked copy; weights: bytes of all layers' weights over the
-rate of a large copy on the device, read and written bytes counted; slope: of the line through full prefills of 512,
-1,024 and 2,048 tokens; step: a plain request of 64 tokens; full: full prefill of the prompt; L: layers.
+rate of a large copy on the device, read and written bytes counted; slope: of the line through full prefills of 2,048,
+3,072 and 4,096 tokens, which keep the device busy (shorter ones wait for the host, and 512 take as long as 1,024: a
+line through them would say more than the device's peak); step: a plain request of 64 tokens; full: full prefill of
+the prompt; L: layers.
 
 With `--prefix-caching`, as vLLM is usually run, blended arms find the system prompt in vLLM's prefix cache, and floors
 have no system rows; full prefill is salted and finds nothing.
@@ -49,7 +51,7 @@ from eval.speed.lines import fit_line
 CONFIG: dict[str, Any] = llama_8b.CONFIG
 FROM_POOL = ("reuse", "deviation 15 %", "query 15 %", "query 15 %, drift")
 POOL = ", GPU pool"
-LENGTHS = (512, 1024, 2048)
+LENGTHS = (2048, 3072, 4096)
 BARS = {
     "over_floor": {"required": 1.35, "aim": 1.15},
     "share_of_full": {

@@ -120,7 +120,9 @@ class Model:
         self.passes_at_once += 1
         return True
 
-    def recompute_few(self, first: int, hidden: Hidden | None, part: PromptRows, drift: Any, before_layer: Any) -> bool:
+    def recompute_alone(
+        self, first: int, hidden: Hidden | None, part: PromptRows, drift: Any, before_layer: Any
+    ) -> bool:
         if len(part.positions) > self._few:
             return False
         rows = RowBatch([part], CPU)

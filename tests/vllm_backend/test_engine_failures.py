@@ -120,7 +120,7 @@ def test_a_blend_that_raises_is_a_full_prefill_and_others_do_not_notice(engine, 
         return real(self, first, last, hidden, rows, *args, **kwargs)
 
     monkeypatch.setattr(LayersForward, "run", run)
-    for few in ("score_few", "recompute_few"):
+    for few in ("score_few", "recompute_alone"):
         monkeypatch.setattr(LayersForward, few, lambda *_: False)
     first, *rest = engine.ask(victim, *others, tokens=3)
     assert first.meta["mode"] == "full"

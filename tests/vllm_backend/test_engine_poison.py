@@ -55,7 +55,7 @@ def test_a_blend_that_fails_over_a_partial_hit_keeps_no_row_of_the_namespace(eng
         raise RuntimeError("injected")
 
     monkeypatch.setattr(LayersForward, "run", run)
-    for few in ("score_few", "recompute_few"):
+    for few in ("score_few", "recompute_alone"):
         monkeypatch.setattr(LayersForward, few, lambda *_: False)
     (answer,) = finish(engine).values()
     monkeypatch.undo()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,8 @@ from cacheblend.kernels.pages import PagedLayer
 from cacheblend.kernels.place_rows import Rotations
 from cacheblend.kernels.row_tiles import NO_PART, RowTiles, divide_rows, most_tiles, tile_config
 from cacheblend.vllm_backend.hidden import Hidden
+from cacheblend.vllm_backend.layer_graphs import LayerGraph, RowsGraph
+from cacheblend.vllm_backend.layer_passes import LayerPasses
 from cacheblend.vllm_backend.pass_layers import PassLayers, Stack
 from cacheblend.vllm_backend.pass_tables import Heads, PassRoom, PassTables
 from cacheblend.vllm_backend.rows import NO_SLOT, PromptPages, PromptRows, RowBatch
@@ -353,6 +356,33 @@ RECOMPUTING = {
 }
 
 
+class Replayed:
+    """Stands for a CUDA graph: does what was captured."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.replay = work
+
+
+def graph_of(model: Model, rows: int) -> RowsGraph:
+    """What the model's layers do row by row, in tensors that stay; all layers hand on in one."""
+    positions, states = torch.zeros(rows, dtype=torch.int64), torch.full((rows, HIDDEN), torch.nan)
+    attended = torch.zeros(rows, HEADS.query * HEADS.dim)
+    layers = []
+    for layer in model.layers:
+        qkv = [torch.zeros(rows, size // HEADS.dim, HEADS.dim) for size in layer.sizes]
+
+        def before(layer: Layer = layer, qkv: list[torch.Tensor] = qkv) -> None:
+            for held, found in zip(qkv, layer.qkv(positions, states), strict=True):
+                held.copy_(found.view(held.shape))
+
+        def after(layer: Layer = layer) -> None:
+            states.add_(attended @ layer.output)
+
+        graphs: Any = (Replayed(before), Replayed(after))
+        layers.append(LayerGraph(*graphs, Hidden(states, None), *qkv, Hidden(states, None)))
+    return RowsGraph(rows, positions, attended, tuple(layers))
+
+
 def passed(layers: PassLayers, first: int, hidden: Hidden | None) -> None:
     """Through the layers from `first` on, in groups."""
     for part in (range(index, index + 1) for index in range(first, LAYERS)):
@@ -381,6 +411,14 @@ def interpret_recomputing() -> dict[str, float]:
         passed(PassLayers(ours.stack(), filled, CPU), first, Hidden(entering, None) if first else None)
         plain.plainly(rows, 150, drift, first, states if first else None)
         found[name] = difference(ours, plain)
+        layer_by_layer = Model(prompt, torch.arange(150))
+        graph = graph_of(layer_by_layer, len(positions) + 3)
+        graphs: Any = SimpleNamespace(for_rows=lambda _, graph=graph: graph)
+        passes = LayerPasses(graphs, PassLayers(layer_by_layer.stack(), filled, CPU), filled)
+        before: list[int] = []
+        assert passes.recompute(first, Hidden(states, None) if first else None, rows, drift, before.append)
+        assert before == list(range(first, LAYERS))
+        found[f"{name}, layer by layer"] = difference(layer_by_layer, plain)
     return found
 
 
@@ -422,6 +460,7 @@ if importlib.util.find_spec("triton"):
     @pytest.mark.parametrize("name", RECOMPUTING)
     def test_layers_over_tables_write_and_move_what_plain_attention_and_the_twin_do(interpreted, name):
         assert interpreted["recomputing"][name] < 1e-4
+        assert interpreted["recomputing"][f"{name}, layer by layer"] < 1e-4
 
 
 if __name__ == "__main__":
