@@ -33,6 +33,10 @@ class CopyLane(Protocol):
         """Ask for a copy between tensors of one shape and dtype, both contiguous; they must live until it is done."""
         ...
 
+    def follow_caller(self) -> None:
+        """Have what is asked for from now on come behind what the caller has asked of the device elsewhere so far."""
+        ...
+
     def mark(self) -> Mark:
         """A mark behind everything asked for so far."""
         ...
@@ -68,6 +72,10 @@ class CudaLane:
             turn = min(TURN_BYTES, nbytes - first)
             ask(to + first, origin + first, turn, self.stream.cuda_stream)
             self._turns.took(turn)
+
+    def follow_caller(self) -> None:
+        """See `CopyLane.follow_caller`: behind the caller's current stream."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     def mark(self) -> Mark:
         """See `CopyLane.mark`."""

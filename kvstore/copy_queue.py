@@ -97,6 +97,10 @@ class CopyQueue:
         """Whether everything added has been issued and more would be issued at once."""
         return not self.paused and not self._unissued and self._ahead < self._bytes_ahead
 
+    def follow_caller(self) -> None:
+        """See `CopyLane.follow_caller`."""
+        self._lane.follow_caller()
+
     def add(self, copy: ChunkCopy) -> None:
         """Issue a copy as far as there is room, the rest in later `advance`."""
         self._unissued.append(copy)

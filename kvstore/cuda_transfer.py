@@ -168,6 +168,8 @@ class CudaPrefetcher:
     def resume(self) -> None:
         """See `AsyncPrefetcher.resume`."""
         with self._changed:
+            if self._copies.paused:
+                self._copies.follow_caller()
             self._copies.paused = False
             self._advance()
             self._wake()

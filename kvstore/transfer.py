@@ -85,7 +85,7 @@ class AsyncPrefetcher(Protocol):
         ...
 
     def resume(self) -> None:
-        """Go on with copies to a GPU; does nothing if they are not paused."""
+        """Go on with copies to a GPU, behind what the caller's current stream was asked for meanwhile."""
         ...
 
     def close(self) -> None:

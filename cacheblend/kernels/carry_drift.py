@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -89,6 +89,18 @@ class DriftingRows:
         of_pass, slots, at, told_positions, left_slots, left_positions, tiles = placed
         return cls(
             table.chunks, of_pass, slots, at, told_positions, left_slots, left_positions, tiles.view(-1, TILE_FIELDS)
+        )
+
+    def cut(self, of_pass: int, told: int, tiles: int) -> DriftingRows:
+        """The first of these, where the others are only room for more."""
+        of_the_pass = [column[:of_pass] for column in (self.of_pass, self.of_pass_slots, self.of_pass_at)]
+        return replace(
+            self,
+            of_pass=of_the_pass[0],
+            of_pass_slots=of_the_pass[1],
+            of_pass_at=of_the_pass[2],
+            told_positions=self.told_positions[:told],
+            tiles=self.tiles[:tiles],
         )
 
     @cached_property

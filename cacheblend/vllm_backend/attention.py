@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from cacheblend.kernels.host_tables import on_device
+from cacheblend.kernels.host_tables import empty_table, on_device
 from cacheblend.kernels.rows_attention import RowsAttentionPass
 from cacheblend.vllm_backend.pages import LayerPages
 from cacheblend.vllm_backend.rows import RowBatch
@@ -66,21 +67,24 @@ class RunsAttention:
     """
 
     def __init__(self, rows: RowBatch, builder: Any) -> None:
-        starts = rows.run_starts
-        ends = torch.cat([starts[1:], torch.tensor([len(rows)])])
-        query_lens = ends - starts
-        seq_lens = (rows.positions_cpu[ends - 1] + 1).to(torch.int32)
-        query_start = torch.cat([starts, torch.tensor([len(rows)])]).to(torch.int32)
-        device = rows.device
+        starts = rows.run_starts.numpy()
+        edges = np.append(starts, len(rows))
+        blocks = rows.block_tables_cpu.numpy()[rows.prompt_index_cpu.numpy()[starts]]
+        # One copy to the device.
+        parts = [edges, rows.positions_cpu.numpy()[edges[1:] - 1] + 1, blocks.ravel()]
+        host = empty_table(sum(map(len, parts)), device=rows.device, dtype=torch.int32)
+        np.concatenate(parts, out=host.numpy(), casting="same_kind")
+        query_start, seq_lens, _ = host.split([len(part) for part in parts])
+        on_gpu = on_device(host, rows.device).split([len(part) for part in parts])
         common = CommonAttentionMetadata(
-            query_start_loc=on_device(query_start, device),
+            query_start_loc=on_gpu[0],
             query_start_loc_cpu=query_start,
-            seq_lens=on_device(seq_lens, device),
+            seq_lens=on_gpu[1],
             num_reqs=len(starts),
             num_actual_tokens=len(rows),
-            max_query_len=int(query_lens.max()),
+            max_query_len=int(np.diff(edges).max()),
             max_seq_len=int(seq_lens.max()),
-            block_table_tensor=on_device(rows.block_tables_cpu[rows.prompt_index_cpu[starts]], device),
+            block_table_tensor=on_gpu[2].view(blocks.shape),
             slot_mapping=rows.slots,
             causal=True,
             positions=rows.positions,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from cacheblend.kernels.row_tiles import RowTiles
 from cacheblend.vllm_backend.hidden import Hidden
 from cacheblend.vllm_backend.layer_graphs import RowsGraph, attending
 from cacheblend.vllm_backend.pages import LayerPages
-from cacheblend.vllm_backend.pass_tables import PassTables
+from cacheblend.vllm_backend.pass_tables import Extent, PassTables
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,11 +84,13 @@ class PassLayers:
             What leaves the last of them; None behind the model's last, which ends where nothing reads what follows.
         """
         stack, positions = self._stack, self._tables.positions[:rows]
+        # One set for all numbers of rows, which the tables tell.
+        kernels_for = partial(self._kernels_for, self._kernels, self._tables.whole)
         if hidden is None:
             hidden = Hidden(stack.embed(self._tables.token_ids[:rows]), None)
         for index in layers:
             try:
-                with attending(stack.attention[index], self._attend(index, self._attended[:rows])):
+                with attending(stack.attention[index], self._attend(index, self._attended[:rows], kernels_for)):
                     hidden = Hidden(*stack.layers[index](positions, hidden.states, hidden.residual))
             except _LastReached:
                 return None
@@ -108,17 +111,22 @@ class PassLayers:
         if hidden is None:
             hidden = Hidden(self._stack.embed(self._tables.token_ids[:rows]), None)
         graph.enter(first, hidden, self._tables.positions[:rows])
+        # Programs that find nothing to do in the tables take time as well: here no graph needs them.
+        kernels_for = partial(self._kernels_for, {}, self._tables.filled)
         for index in range(first, self.count):
             before_layer(index)
             layer = graph.layers[index]
             layer.before.replay()
+            attend = self._attend(index, graph.attended[:rows], kernels_for)
             try:
-                self._attend(index, graph.attended[:rows])(layer.query[:rows], layer.key[:rows], layer.value[:rows])
+                attend(layer.query[:rows], layer.key[:rows], layer.value[:rows])
             except _LastReached:
                 return
             layer.after.replay()
 
-    def _attend(self, index: int, attended: torch.Tensor) -> Callable[..., torch.Tensor]:
+    def _attend(
+        self, index: int, attended: torch.Tensor, kernels_for: Callable[..., _Kernels]
+    ) -> Callable[..., torch.Tensor]:
         """The attention of a layer over its pages, as the layer calls it; `attended` is filled and given back."""
         pages, module = self._stack.pages[index], self._stack.attention[index]
         paged = pages.paged
@@ -128,7 +136,7 @@ class PassLayers:
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
             query, key, value = (t.view(rows, -1, module.head_size) for t in (query, key, value))
             out, is_last = attended.view(query.shape), index == self.count - 1
-            kernels = self._kernels_for(query, key, value, paged, module.impl.scale)
+            kernels = kernels_for(query, key, value, paged, module.impl.scale)
             if kernels.drift is not None:
                 kernels.drift(key, value, paged, None)
             pages.write(self._tables.slots[:rows], key, value)
@@ -143,16 +151,29 @@ class PassLayers:
         return attend
 
     def _kernels_for(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, paged: PagedLayer, scale: float
+        self,
+        made: dict[object, _Kernels],
+        extent: Extent,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        paged: PagedLayer,
+        scale: float,
     ) -> _Kernels:
-        """One set for all layers and sizes: only the number of rows differs, which the tables tell."""
+        """Those that were made for layers of this form, or new ones."""
         form = (*((t.stride(), t.data_ptr() % 16) for t in (query, key, value, paged.keys, paged.values)), scale)
-        if form not in self._kernels:
-            self._kernels[form] = self._make_kernels(query, key, value, paged, scale)
-        return self._kernels[form]
+        if form not in made:
+            made[form] = self._make_kernels(extent, query, key, value, paged, scale)
+        return made[form]
 
     def _make_kernels(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, paged: PagedLayer, scale: float
+        self,
+        extent: Extent,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        paged: PagedLayer,
+        scale: float,
     ) -> _Kernels:
         # Here, for triton is not installed where there is no GPU.
         from cacheblend.kernels.carry_drift_triton import DriftLaunches
@@ -161,9 +182,9 @@ class PassLayers:
 
         tables = self._tables
         tiles = RowTiles(
-            work=tables.work,
-            merges=tables.merges,
-            parts=len(tables.work),
+            work=tables.work[: extent.items],
+            merges=tables.merges[: extent.merges],
+            parts=extent.parts,
             rows=len(query),
             requests=1,
             reach=len(tables.block_table) * paged.block_size,
@@ -171,11 +192,11 @@ class PassLayers:
             config=tables.config,
         )
         of_question = (paged, tables.block_table, scale, self.mass, tables.scoring, tables.sizes, tables.scoring_room)
-        room = tables.room
+        drifting = tables.drifting.cut(extent.telling, extent.told, extent.tiles)
         return _Kernels(
             RowsLaunches(query, paged, tables.block_table[None], tables.positions, scale, tiles),
-            ScoringLaunches(query, key, value, *of_question) if room.partial_results else None,
-            DriftLaunches(key, value, paged, tables.drifting, self._stack.rotations) if room.moved_rows else None,
+            ScoringLaunches(query, key, value, *of_question) if tables.room.partial_results else None,
+            DriftLaunches(key, value, paged, drifting, self._stack.rotations) if extent.tiles else None,
         )
 
 

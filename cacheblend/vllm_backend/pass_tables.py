@@ -11,7 +11,15 @@ import torch
 
 from cacheblend.kernels.carry_drift import TILE_FIELDS, TILE_ROWS, DriftingRows, DriftTable
 from cacheblend.kernels.host_tables import empty_table
-from cacheblend.kernels.row_tiles import MERGE_FIELDS, NO_PART, WORK_FIELDS, divide_rows, most_tiles, tile_config
+from cacheblend.kernels.row_tiles import (
+    MERGE_FIELDS,
+    NO_PART,
+    WORK_FIELDS,
+    Division,
+    divide_rows,
+    most_tiles,
+    tile_config,
+)
 from cacheblend.kernels.row_tiles import processors as processors_of
 from cacheblend.kernels.scoring_attention import MOST_PARTS, ScoringPlan, ScoringRoom
 from cacheblend.vllm_backend.rows import NO_SLOT, PromptRows
@@ -65,6 +73,26 @@ class PassRoom:
         return -(-self.moved_rows // TILE_ROWS) + self.moved_chunks if self.moved_rows else 0
 
 
+class Extent(NamedTuple):
+    """How much of the tables a pass fills.
+
+    Attributes:
+        items: of `work`.
+        merges: of `merges`.
+        parts: partial results that these merge.
+        telling: rows of the pass that tell a drift.
+        told: all rows that do.
+        tiles: of the rows that move.
+    """
+
+    items: int
+    merges: int
+    parts: int
+    telling: int
+    told: int
+    tiles: int
+
+
 class PassTables:
     """The table, and what it has room for.
 
@@ -89,6 +117,8 @@ class PassTables:
         config: block sizes of the attention of rows that do not ask.
         scoring: for a question's heads and block sizes.
         scoring_room: for a question's sizes.
+        whole: all that there is room for.
+        filled: what the last pass fills.
     """
 
     def __init__(self, heads: Heads, room: PassRoom, block_size: int, device: torch.device) -> None:
@@ -116,6 +146,8 @@ class PassTables:
             )
         )
         self._without_moved = self._wide.left_slots.start
+        self.whole = Extent(most_items, most_merges, most_items, telling, telling, room.moved_tiles)
+        self.filled = Extent(0, 0, 0, 0, 0, 0)
         self._empty = self._make_empty()
         self._table = torch.zeros(self._wide.left.stop, dtype=torch.int64, device=device)
         self._table[: self._without_moved] = torch.from_numpy(self._empty)
@@ -158,7 +190,9 @@ class PassTables:
             sizes[:] = plan.sizes(count - asking)
         reached = min(len(blocks), len(rows.prompt.block_ids))
         blocks[:reached] = rows.prompt.block_ids.numpy()[:reached]
-        self._divide(places[: count - asking], work, merges)
+        divided = self._divide(places[: count - asking], work, merges)
+        moving = (0, 0, 0) if drift is None else (len(drift.columns[0]), len(drift.columns[3]), len(drift.tiles))
+        self.filled = Extent(len(divided.work), len(divided.merges), divided.parts, *moving)
         brought = self._without_moved
         if drift is not None:
             columns = (wide.of_pass, wide.told_slots, wide.told_at, wide.told, wide.left_slots, wide.left, wide.tiles)
@@ -181,12 +215,13 @@ class PassTables:
         """Whether there is room for what moves."""
         return len(drift.columns[-1]) <= self.room.moved_rows and len(drift.tiles) <= self.room.moved_tiles
 
-    def _divide(self, places: np.ndarray, work: np.ndarray, merges: np.ndarray) -> None:
+    def _divide(self, places: np.ndarray, work: np.ndarray, merges: np.ndarray) -> Division:
         heads = self.heads
         alone = np.zeros_like(places)
         division = divide_rows(alone, places, heads.query // heads.kv, heads.kv, self.config, self._processors)
         for table, filled in ((work, division.work), (merges, division.merges)):
             table[: filled.size] = filled.ravel()
+        return division
 
     def _plan(self, rows: int, context: int) -> ScoringPlan:
         heads = self.heads

@@ -14,9 +14,9 @@ arm's floor is then (L layers; `load` is 0 where the chunks are on the device):
     query        load + pass(system + question) + pass(recomputed) + step
 
 `query` must have all keys before it chooses when it scores over all layers, so its load hides behind nothing; an
-engine that scores on the first layers while the rest loads may go below this floor. A recomputed row attends as far as
-a row in the middle of the prefills that the slope was measured on; where prompts are longer, that makes the floors lower
-than they could be.
+engine that scores on the first layers while the rest loads may go below this floor. A recomputed row is taken to attend
+as far as one in the middle of the prefills that the slope was measured on; for longer prompts that makes the floors
+lower than they could be.
 """
 
 from __future__ import annotations

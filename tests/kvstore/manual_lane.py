@@ -43,6 +43,10 @@ class ManualLane:
         self._asked: deque[ManualMark | tuple[int, int, int]] = deque()
         self.bytes_asked = 0
         self.copies_done = 0
+        self.followed_after: list[int] = []
+
+    def follow_caller(self) -> None:
+        self.followed_after.append(self.bytes_asked)
 
     def enter_thread(self) -> None:
         """The CPU has no current device."""

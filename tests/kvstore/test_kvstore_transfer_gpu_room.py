@@ -268,3 +268,14 @@ def test_many_threads_that_order_cancel_evict_and_poll_lose_no_room_and_no_pin(o
         store.evict(identity.key, Tier.GPU)
     assert (store.gpu.bytes_used, store.pinned_count()) == (0, 0)
     assert store.gpu.largest_free == store.gpu.budget_bytes
+
+
+def test_what_goes_on_after_a_pause_comes_behind_what_its_caller_has_asked_of_the_device_meanwhile(opened):
+    _, prefetcher = opened(4, lane := ManualLane(), bytes_ahead=1)
+    prefetcher.resume()
+    assert lane.followed_after == []
+    prefetcher.pause()
+    prefetcher.start(to_gpu(FIRST))
+    prefetcher.resume()
+    assert lane.followed_after == [0]
+    assert lane.bytes_asked > 0
