@@ -11,10 +11,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from cacheblend.kernels.host_tables import empty_table, on_device
 from cacheblend.kernels.place_rows import LayersPages, StoredRows, place_rows
+from cacheblend.kernels.stored_rows import StoredSpan, stored_rows
 from cacheblend.plan import Span
-from cacheblend.ragged import places_within
 from cacheblend.relocation import rotate_keys
 from cacheblend.vllm_backend.forward import LayersForward
 from cacheblend.vllm_backend.layer_groups import joined_groups, layer_groups, ring_layers
@@ -183,7 +182,7 @@ class StagedPlacement:
         self._placed = [torch.cuda.Event() for _ in self._groups]
         self._copy_until(COPIED_BEFORE_ROWS)
         with torch.cuda.stream(streams.placing):
-            self._rows = stored_rows(spans, offsets, self._buffer)
+            self._rows = rows_to_place(spans, offsets, self._buffer)
         self._copy_until(next((i for i, group in enumerate(self._groups) if group.after >= 0), len(self._groups)))
 
     def is_due(self, layer: int) -> bool:
@@ -236,8 +235,8 @@ class StagedPlacement:
         self._arrived[index].record(self._streams.copying)
 
 
-def stored_rows(spans: Sequence[PlacedSpan], offsets: Sequence[int], buffer: torch.Tensor) -> StoredRows:
-    """Where all rows of `spans` lie and go: one table on the host, one copy to the device.
+def rows_to_place(spans: Sequence[PlacedSpan], offsets: Sequence[int], buffer: torch.Tensor) -> StoredRows:
+    """Where all rows of `spans` lie and go, on the device.
 
     Args:
         spans: what is written.
@@ -245,21 +244,17 @@ def stored_rows(spans: Sequence[PlacedSpan], offsets: Sequence[int], buffer: tor
         buffer: of the rings, on the device.
     """
     starts = iter(offsets)
-    # In numpy and over all spans at once: on a GPU it is what the device waits for.
-    of_spans = np.array([_of_span(span, starts, buffer) for span in spans], dtype=np.int64)
-    counts = np.array([span.length for span in spans])
-    within = places_within(counts)
-    rows = empty_table(8, len(within), device=buffer.device)
-    table = rows.numpy()
-    table[:7] = np.repeat(of_spans[:, :7].T, counts, axis=1)
-    table[0] += within * np.repeat(of_spans[:, 7], counts)
-    table[5:7] += within
-    np.concatenate([span.prompt.all_slots.numpy()[span.start : span.span.end] for span in spans], out=table[7])
-    return StoredRows(*on_device(rows, buffer.device))
+    prompts = list({id(span.prompt): span.prompt for span in spans}.values())
+    blocks = dict(zip(map(id, prompts), accumulate((len(p.block_ids) for p in prompts), initial=0), strict=False))
+    before = accumulate((span.length for span in spans), initial=0)
+    table = [
+        _of_span(span, starts, buffer, rows, blocks[id(span.prompt)]) for span, rows in zip(spans, before, strict=False)
+    ]
+    of_prompts = np.concatenate([prompt.block_ids.numpy() for prompt in prompts])
+    return stored_rows(np.array(table, dtype=np.int64), of_prompts, prompts[0].block_size, buffer.device)
 
 
-def _of_span(span: PlacedSpan, starts: Iterator[int], buffer: torch.Tensor) -> tuple[int, ...]:
-    """`StoredRows` of the first row but for its slot, and the elements from one row to the next."""
+def _of_span(span: PlacedSpan, starts: Iterator[int], buffer: torch.Tensor, before: int, blocks: int) -> StoredSpan:
     kv = span.chunk.kv
     _, _, tokens, heads, head_dim = kv.shape
     row = heads * head_dim
@@ -270,7 +265,19 @@ def _of_span(span: PlacedSpan, starts: Iterator[int], buffer: torch.Tensor) -> t
         first, turn, model = next(starts), layer, 0
     skipped = span.rows.start
     old = skipped + span.chunk.identity.base_position
-    return first + skipped * row, turn, model, layer, layer // 2, old, span.start, row
+    return StoredSpan(
+        first=first + skipped * row,
+        turn_step=turn,
+        model_step=model,
+        layer_step=layer,
+        kind_step=layer // 2,
+        old=old,
+        new=span.start,
+        row_step=row,
+        rows=span.length,
+        before=before,
+        blocks=blocks,
+    )
 
 
 def staging_bytes(rows: int, forward: LayersForward) -> int:

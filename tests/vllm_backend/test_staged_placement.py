@@ -108,7 +108,7 @@ class Chunks:
         patch.setattr(module, "torch", SimpleNamespace(cuda=cuda, empty=lambda *_, **__: Buffer()))
         patch.setattr(module, "placement_streams", lambda _: PlacementStreams(device.copying, device.placing))
         self.copies_asked = self.copies_asked_before_rows = self.launches = 0
-        patch.setattr(module, "stored_rows", self.bring_rows)
+        patch.setattr(module, "rows_to_place", self.bring_rows)
         patch.setattr(module, "LayerCopies", lambda *_: SimpleNamespace(start=self.copy))
         patch.setattr(module, "place_rows", self.place)
         tiers = [False] * on_host + [True] * in_pool
