@@ -23,7 +23,6 @@ from itertools import accumulate, groupby
 import numpy as np
 import torch
 
-from cacheblend.kernels.host_tables import on_device
 from cacheblend.kernels.kv_deviation import kv_deviation, squared_distance
 from cacheblend.plan import BlendPlan
 from cacheblend.protocols import BlendReport
@@ -33,7 +32,7 @@ from cacheblend.selectors.query import first_tallied_layer
 from cacheblend.selectors.selection import RowSelection
 from cacheblend.vllm_backend.drift import DriftingPrompt, PassDrift
 from cacheblend.vllm_backend.forward import LayersForward
-from cacheblend.vllm_backend.hidden import Hidden
+from cacheblend.vllm_backend.hidden import Entering, Hidden
 from cacheblend.vllm_backend.messages import BlendDone, BlendOrder, BlendTimes
 from cacheblend.vllm_backend.placement import PlacedSpan, place_layers
 from cacheblend.vllm_backend.ranks import Ranks
@@ -245,11 +244,12 @@ class BlendBatch:
         choosing = [prompt.selection for prompt in prompts if prompt.selection is not None]
         drops = [layer for layer in range(1, layers) if any(selection.drops_at(layer) for selection in choosing)]
         hidden: Hidden | None = None
+        going_on = np.empty(0, dtype=np.int64)
         for first, last in zip([0, *drops], [*drops, layers], strict=True):
             if first in drops and hidden is not None:
                 placing.ensure(first)
                 with times.stage("score"):
-                    hidden = self._narrow(first, hidden, prompts, placing)
+                    going_on = self._narrow(first, hidden, prompts, placing)
             for selection in choosing:
                 selection.count_layers(last - first)
             kept: list[Hidden] = []
@@ -260,7 +260,7 @@ class BlendBatch:
             alone = list(drifting.values())
             for piece in slices(_rows(prompts), self.most_rows, together):
                 rows = self._batch([part for _, part in piece])
-                entering = None if hidden is None else hidden.take(slice(done, done + len(rows)))
+                entering = None if hidden is None else Entering(hidden, going_on[done : done + len(rows)])
                 with times.stage("recompute"):
                     drift = self._drift(drifting, piece, alone)
                     alone_rows = (first, entering, piece[0][1], drift, placing.ensure)
@@ -284,16 +284,16 @@ class BlendBatch:
         self,
         layers: range,
         rows: RowBatch,
-        hidden: Hidden | None,
+        entering: Entering | None,
         placing: TimedPlacement,
         drift: PassDrift | None,
     ) -> Hidden:
-        """One pass, layer by layer; `hidden` enters the first of `layers`, None before the model's first."""
-        entering = self.forward.embed(rows) if hidden is None else hidden
+        """One pass, layer by layer; `entering` enters the first of `layers`, None before the model's first."""
+        hidden = self.forward.embed(rows) if entering is None else entering.on(self.forward.device)
         attention = self.forward.attention(rows)
         if drift is not None:
             drift.bring()
-        return self.forward.run(layers.start, layers.stop, entering, rows, attention, placing.ensure, drift=drift)
+        return self.forward.run(layers.start, layers.stop, hidden, rows, attention, placing.ensure, drift=drift)
 
     def _drift(
         self,
@@ -340,8 +340,12 @@ class BlendBatch:
         else:
             prompt.rows = PromptRows(prompt.pages, fresh)
 
-    def _narrow(self, layer: int, hidden: Hidden, prompts: Sequence[_Prompt], placing: TimedPlacement) -> Hidden:
-        """Drop the rows whose KV at `layer` deviates least from what is in the pages."""
+    def _narrow(self, layer: int, hidden: Hidden, prompts: Sequence[_Prompt], placing: TimedPlacement) -> np.ndarray:
+        """Drop the rows whose KV at `layer` deviates least from what is in the pages.
+
+        Returns:
+            [rows] int64, which rows of `hidden` go on.
+        """
         deviations = self._deviations(layer, hidden, prompts, placing)
         kept = []
         for prompt in prompts:
@@ -351,9 +355,7 @@ class BlendBatch:
             else:
                 keep = np.ones(len(prompt.positions), dtype=bool)
             kept.append(keep)
-        # As indices: what a mask marks would have to be counted on the device, and waited for.
-        going_on = torch.from_numpy(np.flatnonzero(np.concatenate(kept)))
-        return hidden.take(on_device(going_on, self.forward.device))
+        return np.flatnonzero(np.concatenate(kept))
 
     def _deviations(
         self, layer: int, hidden: Hidden, prompts: Sequence[_Prompt], placing: TimedPlacement

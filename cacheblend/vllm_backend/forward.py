@@ -22,7 +22,7 @@ from cacheblend.selectors.query import first_tallied_layer
 from cacheblend.vllm_backend.attention import LayerRows, PassAttention, RowsAttention, RunsAttention
 from cacheblend.vllm_backend.drift import PassDrift
 from cacheblend.vllm_backend.eager import eager_kernels
-from cacheblend.vllm_backend.hidden import Hidden
+from cacheblend.vllm_backend.hidden import Entering, Hidden
 from cacheblend.vllm_backend.layer_graphs import LayerGraphs, RowsGraph
 from cacheblend.vllm_backend.layer_passes import LayerPasses
 from cacheblend.vllm_backend.model_identity import transformers_config
@@ -203,7 +203,7 @@ class LayersForward:
     def recompute_alone(
         self,
         first: int,
-        hidden: Hidden | None,
+        entering: Entering | None,
         rows: PromptRows,
         drift: PassDrift | None,
         before_layer: Callable[[int], None],
@@ -212,7 +212,7 @@ class LayersForward:
 
         Args:
             first: index of a layer.
-            hidden: what enters it; None before the model's first.
+            entering: what enters it; None before the model's first.
             rows: see `score_few`.
             drift: moves rows that are not among them, before their KV is written; None if nothing moves.
             before_layer: see `score_few`.
@@ -225,7 +225,7 @@ class LayersForward:
         table = None if drift is None else drift.of_pass_alone
         if drift is not None and table is None:
             return False
-        given = (first, hidden, rows, table, before_layer)
+        given = (first, entering, rows, table, before_layer)
         return self._recompute_graphs.recompute(*given) or self._layer_passes.recompute(*given)
 
     def keys_values(self, index: int, hidden: Hidden, rows: RowBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -62,10 +62,10 @@ class RowsGraph:
     attended: torch.Tensor
     layers: tuple[LayerGraph, ...]
 
-    def enter(self, layer: int, hidden: Hidden, positions: torch.Tensor) -> None:
-        """Put rows before `layer`: `hidden` of at most `rows` rows, `positions` [the same number] int64."""
+    def enter(self, layer: int, hidden: Hidden, positions: torch.Tensor, index: torch.Tensor | None = None) -> None:
+        """Put rows before `layer`: those of `hidden` at `index` or all, at most `rows`; `positions` [as many] int64."""
         self.positions[: len(positions)].copy_(positions)
-        self.layers[layer].entering.overwrite(hidden)
+        self.layers[layer].entering.overwrite(hidden, index)
 
 
 class LayerGraphs:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cacheblend.kernels.carry_drift import DriftTable
-from cacheblend.vllm_backend.hidden import Hidden
+from cacheblend.vllm_backend.hidden import Entering
 from cacheblend.vllm_backend.layer_graphs import LayerGraphs
 from cacheblend.vllm_backend.pass_layers import PassLayers
 from cacheblend.vllm_backend.pass_tables import PassTables
@@ -40,7 +40,7 @@ class LayerPasses:
     def recompute(
         self,
         first: int,
-        hidden: Hidden | None,
+        entering: Entering | None,
         rows: PromptRows,
         drift: DriftTable | None,
         before_layer: Callable[[int], None],
@@ -49,7 +49,7 @@ class LayerPasses:
 
         Args:
             first: index of a layer.
-            hidden: what enters it; None before the model's first.
+            entering: what enters it; None before the model's first.
             rows: of one prompt; its KV must be in its pages for every earlier position.
             drift: what moves with them, if anything does.
             before_layer: called with each layer's index before it runs.
@@ -59,7 +59,7 @@ class LayerPasses:
         """
         count = len(rows.positions)
         graph = self._graphs.for_rows(count)
-        if graph is None or not self._tables.fill(rows, None, drift):
+        if graph is None or not self._tables.fill(rows, None, drift, entering):
             return False
-        self._layers.replay(graph, first, count, hidden, before_layer)
+        self._layers.replay(graph, first, count, None if entering is None else entering.hidden, before_layer)
         return True

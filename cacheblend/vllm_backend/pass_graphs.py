@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cacheblend.kernels.carry_drift import DriftTable
-from cacheblend.vllm_backend.hidden import Hidden
+from cacheblend.vllm_backend.hidden import Entering, Hidden
 from cacheblend.vllm_backend.layer_graphs import begin_capture, no_collection, weak
 from cacheblend.vllm_backend.layer_groups import layer_groups
 from cacheblend.vllm_backend.pass_layers import PassLayers
@@ -78,7 +78,7 @@ class PassGraphs:
         Returns:
             Whether there was a graph for it; nothing has happened if not.
         """
-        graphs = self._take(rows, tally, None)
+        graphs = self._take(rows, tally)
         if graphs is None:
             return False
         mass = self._layers.mass[:, : tally.start]
@@ -90,7 +90,7 @@ class PassGraphs:
     def recompute(
         self,
         first: int,
-        hidden: Hidden | None,
+        entering: Entering | None,
         rows: PromptRows,
         drift: DriftTable | None,
         before_layer: Callable[[int], None],
@@ -99,7 +99,7 @@ class PassGraphs:
 
         Args:
             first: index of a layer.
-            hidden: what enters it; None before the model's first.
+            entering: what enters it; None before the model's first.
             rows: of one prompt; see `score`.
             drift: what moves with them, if anything does.
             before_layer: see `score`.
@@ -108,22 +108,26 @@ class PassGraphs:
             See `score`.
         """
         index = self._starts.get(first)
-        graphs = None if index is None else self._take(rows, None, drift)
+        graphs = None if index is None else self._take(rows, None, drift, entering)
         if graphs is None:
             return False
         graphs = graphs[index:]
-        if hidden is not None:
+        if entering is not None:
             assert graphs[0].entering is not None
-            graphs[0].entering.overwrite(hidden)
+            graphs[0].entering.overwrite(entering.hidden, self._tables.entering[: len(rows.positions)])
         _replay(graphs, before_layer)
         return True
 
     def _take(
-        self, rows: PromptRows, tally: QuestionTally | None, drift: DriftTable | None
+        self,
+        rows: PromptRows,
+        tally: QuestionTally | None,
+        drift: DriftTable | None = None,
+        entering: Entering | None = None,
     ) -> list[_GroupGraph] | None:
         """The graphs of a pass, its tables filled; None if it does not fit."""
         size = next((size for size in self._sizes if size >= len(rows.positions)), None)
-        return self._graphs[size] if size is not None and self._tables.fill(rows, tally, drift) else None
+        return self._graphs[size] if size is not None and self._tables.fill(rows, tally, drift, entering) else None
 
     def _capture_rows(self, rows: int) -> list[_GroupGraph]:
         graphs = []

@@ -97,7 +97,7 @@ class PassLayers:
         return hidden
 
     def replay(
-        self, graph: RowsGraph, first: int, rows: int, hidden: Hidden | None, before_layer: Callable[[int], None]
+        self, graph: RowsGraph, first: int, rows: int, entering: Hidden | None, before_layer: Callable[[int], None]
     ) -> None:
         """From one layer to the model's last, over the first rows of the tables.
 
@@ -105,12 +105,15 @@ class PassLayers:
             graph: of at least so many rows: what a layer does row by row.
             first: index of a layer.
             rows: how many, at least those that the tables tell of.
-            hidden: what enters it; None before the model's first.
+            entering: of its rows those enter that the tables tell; None before the model's first.
             before_layer: called with each layer's index before it runs.
         """
-        if hidden is None:
-            hidden = Hidden(self._stack.embed(self._tables.token_ids[:rows]), None)
-        graph.enter(first, hidden, self._tables.positions[:rows])
+        tables = self._tables
+        if entering is None:
+            embedded = Hidden(self._stack.embed(tables.token_ids[:rows]), None)
+            graph.enter(first, embedded, tables.positions[:rows])
+        else:
+            graph.enter(first, entering, tables.positions[:rows], tables.entering[:rows])
         # Programs that find nothing to do in the tables take time as well: here no graph needs them.
         kernels_for = partial(self._kernels_for, {}, self._tables.filled)
         for index in range(first, self.count):

@@ -22,6 +22,7 @@ from cacheblend.kernels.row_tiles import (
 )
 from cacheblend.kernels.row_tiles import processors as processors_of
 from cacheblend.kernels.scoring_attention import MOST_PARTS, ScoringPlan, ScoringRoom
+from cacheblend.vllm_backend.hidden import Entering
 from cacheblend.vllm_backend.rows import NO_SLOT, PromptRows
 from cacheblend.vllm_backend.scoring import QuestionTally
 from kvstore.copy_turns import leave_copy_queue
@@ -109,6 +110,7 @@ class PassTables:
         heads: see above.
         room: see above.
         token_ids, positions, slots: [rows] int64.
+        entering: [rows] int64, which rows of what left the layer before enter a pass that begins at a later one.
         block_table: [blocks] int32, the prompt's.
         sizes: [5] int32, `ScoringPlan.sizes` of the question.
         work: [items, 6] int32, as `RowTiles.work`, of the rows that do not ask.
@@ -138,7 +140,7 @@ class PassTables:
         # What moves comes last: it is the most, and not brought where nothing does.
         self._wide = _Wide(
             *_cut(
-                *[room.rows] * 3,
+                *[room.rows] * 4,
                 -(-self._small[-1].stop // 2),
                 *[telling] * 4,
                 room.moved_tiles * TILE_FIELDS,
@@ -153,19 +155,27 @@ class PassTables:
         self._table[: self._without_moved] = torch.from_numpy(self._empty)
         wide = self._wide.of(self._table)
         self.token_ids, self.positions, self.slots = wide.token_ids, wide.positions, wide.slots
+        self.entering = wide.entering
         flat = wide.small.view(torch.int32)
         self.sizes, self.block_table, work, merges = (flat[field] for field in self._small)
         self.work, self.merges = work.view(-1, WORK_FIELDS), merges.view(-1, MERGE_FIELDS)
         told = (wide.of_pass, wide.told_slots, wide.told_at, wide.told)
         self.drifting = DriftingRows((), *told, wide.left_slots, wide.left, wide.tiles.view(-1, TILE_FIELDS))
 
-    def fill(self, rows: PromptRows, tally: QuestionTally | None = None, drift: DriftTable | None = None) -> bool:
+    def fill(
+        self,
+        rows: PromptRows,
+        tally: QuestionTally | None = None,
+        drift: DriftTable | None = None,
+        entering: Entering | None = None,
+    ) -> bool:
         """Bring a pass to the device, for what is queued on the current stream afterwards.
 
         Args:
             rows: of one prompt, those of a question last.
             tally: of the question, if any of the rows ask.
             drift: what moves with the rows, if anything does.
+            entering: what enters the pass, if that is not the model's first layer.
 
         Returns:
             Whether there was room, and the whole question among the rows; nothing has changed if not.
@@ -184,6 +194,8 @@ class PassTables:
         wide.token_ids[:count] = [rows.prompt.ids[place] for place in places.tolist()]
         wide.positions[:count] = places
         wide.slots[:count] = rows.slots().numpy()
+        if entering is not None:
+            wide.entering[:count] = entering.index
         flat = wide.small.view(np.int32)
         sizes, blocks, work, merges = (flat[field] for field in self._small)
         if asking:
@@ -251,6 +263,7 @@ class _Wide(NamedTuple):
     token_ids: Any
     positions: Any
     slots: Any
+    entering: Any
     small: Any
     of_pass: Any
     told_slots: Any

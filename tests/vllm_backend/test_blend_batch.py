@@ -25,7 +25,7 @@ from cacheblend.selectors.query import first_tallied_layer
 from cacheblend.vllm_backend import blend as blend_module
 from cacheblend.vllm_backend.attention import LayerRows, RowsAttention
 from cacheblend.vllm_backend.blend import BlendBatch
-from cacheblend.vllm_backend.hidden import Hidden
+from cacheblend.vllm_backend.hidden import Entering, Hidden
 from cacheblend.vllm_backend.messages import BlendDone, BlendOrder
 from cacheblend.vllm_backend.rotary import RotaryTables
 from cacheblend.vllm_backend.rows import PromptRows, RowBatch
@@ -121,13 +121,13 @@ class Model:
         return True
 
     def recompute_alone(
-        self, first: int, hidden: Hidden | None, part: PromptRows, drift: Any, before_layer: Any
+        self, first: int, entering: Entering | None, part: PromptRows, drift: Any, before_layer: Any
     ) -> bool:
         if len(part.positions) > self._few:
             return False
         rows = RowBatch([part], CPU)
-        entering = self.embed(rows) if hidden is None else hidden
-        self.run(first, LAYERS, entering, rows, RowsAttention(rows), before_layer, drift=drift)
+        hidden = self.embed(rows) if entering is None else entering.on(CPU)
+        self.run(first, LAYERS, hidden, rows, RowsAttention(rows), before_layer, drift=drift)
         self.passes_at_once += 1
         return True
 

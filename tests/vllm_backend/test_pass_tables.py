@@ -25,7 +25,7 @@ from cacheblend.kernels.carry_drift import ChunkRange, DriftingRows, DriftTable,
 from cacheblend.kernels.pages import PagedLayer
 from cacheblend.kernels.place_rows import Rotations
 from cacheblend.kernels.row_tiles import NO_PART, RowTiles, divide_rows, most_tiles, tile_config
-from cacheblend.vllm_backend.hidden import Hidden
+from cacheblend.vllm_backend.hidden import Entering, Hidden
 from cacheblend.vllm_backend.layer_graphs import LayerGraph, RowsGraph
 from cacheblend.vllm_backend.layer_passes import LayerPasses
 from cacheblend.vllm_backend.pass_layers import PassLayers, Stack
@@ -416,7 +416,12 @@ def interpret_recomputing() -> dict[str, float]:
         graphs: Any = SimpleNamespace(for_rows=lambda _, graph=graph: graph)
         passes = LayerPasses(graphs, PassLayers(layer_by_layer.stack(), filled, CPU), filled)
         before: list[int] = []
-        assert passes.recompute(first, Hidden(states, None) if first else None, rows, drift, before.append)
+        # Among others that go on no further.
+        index = np.arange(len(positions))[::-1] * 2 + 1
+        leaving = torch.full((2 * len(positions), HIDDEN), torch.nan)
+        leaving[index.tolist()] = states
+        entering_later = Entering(Hidden(leaving, None), index) if first else None
+        assert passes.recompute(first, entering_later, rows, drift, before.append)
         assert before == list(range(first, LAYERS))
         found[f"{name}, layer by layer"] = difference(layer_by_layer, plain)
     return found
