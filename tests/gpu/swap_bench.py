@@ -16,6 +16,7 @@ from hardware import mark
 from cacheblend.protocols import Advice
 from cacheblend.vllm_backend.placement import StagedPlacement
 from cacheblend.vllm_backend.request_format import CollectParams
+from kvstore.layer_copies import LayerCopies
 from kvstore.tiers import Tier
 
 
@@ -170,19 +171,21 @@ class CopyWatch:
         self.on = False
         self.copies: list[tuple[Any, Any]] = []
         self.waits: list[tuple[Any, Any]] = []
-        original = StagedPlacement._copy
+        copy_layers, ensure_layer = LayerCopies.start, StagedPlacement.ensure
 
-        def copy(placement: Any, group: int) -> None:
-            if not self.on:
-                original(placement, group)
-                return
-            placement._placed = [_Placed.of(placed, self) for placed in placement._placed]
-            stream = placement._streams.copying
-            begin = mark(stream)
-            original(placement, group)
-            self.copies.append((begin, mark(stream)))
+        def start(copies: Any, *what: int) -> None:
+            begin = mark(copies._stream) if self.on else None
+            copy_layers(copies, *what)
+            if begin is not None:
+                self.copies.append((begin, mark(copies._stream)))
 
-        StagedPlacement._copy = copy  # type: ignore[method-assign]
+        def ensure(placement: Any, layer: int) -> None:
+            if self.on:
+                placement._placed = [_Placed.of(placed, self) for placed in placement._placed]
+            ensure_layer(placement, layer)
+
+        LayerCopies.start = start  # type: ignore[method-assign]
+        StagedPlacement.ensure = ensure  # type: ignore[method-assign]
 
     def take(self) -> dict[str, float]:
         """Milliseconds of copies, and of the model's stream waiting for them, since the last time."""
@@ -209,10 +212,11 @@ class _Placed:
     def record(self) -> None:
         self._event.record()
 
-    def query(self) -> bool:
-        return bool(self._event.query())
-
-    def wait(self) -> None:
+    def wait(self, stream: Any = None) -> None:
+        if stream is not None:
+            # The one that copies waits for room.
+            self._event.wait(stream)
+            return
         begin = mark()
         self._event.wait()
         self._watch.waits.append((begin, mark()))
