@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,6 +41,22 @@ class Stack:
     pages: Sequence[LayerPages]
     first_tallied: int
     rotations: Rotations
+
+
+class _LayerTensors(NamedTuple):
+    """What the kernels of a layer are launched on."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    paged: PagedLayer
+    scale: float
+
+    @property
+    def form(self) -> object:
+        """All that kernels depend on which tables do not tell."""
+        tensors = (self.query, self.key, self.value, self.paged.keys, self.paged.values)
+        return (*((t.stride(), t.data_ptr() % 16) for t in tensors), self.scale)
 
 
 class _LastReached(Exception):
@@ -128,7 +144,7 @@ class PassLayers:
             layer.after.replay()
 
     def _attend(
-        self, index: int, attended: torch.Tensor, kernels_for: Callable[..., _Kernels]
+        self, index: int, attended: torch.Tensor, kernels_for: Callable[[_LayerTensors], _Kernels]
     ) -> Callable[..., torch.Tensor]:
         """The attention of a layer over its pages, as the layer calls it; `attended` is filled and given back."""
         pages, module = self._stack.pages[index], self._stack.attention[index]
@@ -139,7 +155,7 @@ class PassLayers:
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
             query, key, value = (t.view(rows, -1, module.head_size) for t in (query, key, value))
             out, is_last = attended.view(query.shape), index == self.count - 1
-            kernels = kernels_for(query, key, value, paged, module.impl.scale)
+            kernels = kernels_for(_LayerTensors(query, key, value, paged, module.impl.scale))
             if kernels.drift is not None:
                 kernels.drift(key, value, paged, None)
             pages.write(self._tables.slots[:rows], key, value)
@@ -153,20 +169,11 @@ class PassLayers:
 
         return attend
 
-    def _kernels_for(
-        self,
-        made: dict[object, _Kernels],
-        extent: Extent,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        paged: PagedLayer,
-        scale: float,
-    ) -> _Kernels:
+    def _kernels_for(self, made: dict[object, _Kernels], extent: Extent, layer: _LayerTensors) -> _Kernels:
         """Those that were made for layers of this form, or new ones."""
-        form = (*((t.stride(), t.data_ptr() % 16) for t in (query, key, value, paged.keys, paged.values)), scale)
+        form = layer.form
         if form not in made:
-            made[form] = self._make_kernels(extent, query, key, value, paged, scale)
+            made[form] = self._make_kernels(extent, *layer)
         return made[form]
 
     def _make_kernels(
