@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from kvstore.copy_turns import TURN_BYTES, CopyTurns
+from kvstore.copy_turns import CopyTurns
 from kvstore.cuda_runtime import copy_to_device
 
 
@@ -67,11 +67,9 @@ class CudaLane:
             with torch.cuda.stream(self.stream):
                 destination.copy_(source, non_blocking=True)
             return
-        to, origin, nbytes = destination.data_ptr(), source.data_ptr(), source.nbytes
-        for first in range(0, nbytes, TURN_BYTES):
-            turn = min(TURN_BYTES, nbytes - first)
-            ask(to + first, origin + first, turn, self.stream.cuda_stream)
-            self._turns.took(turn)
+        to, origin = destination.data_ptr(), source.data_ptr()
+        for done, part in self._turns.parts(source.nbytes):
+            ask(to + done, origin + done, part, self.stream.cuda_stream)
 
     def follow_caller(self) -> None:
         """See `CopyLane.follow_caller`: behind the caller's current stream."""

@@ -85,6 +85,7 @@ class CopyQueue:
         self._issued: deque[_Slice] = deque()
         self._over: dict[ChunkCopy, None] = {}
         self._ahead = 0
+        self._goes_on: Mark | None = None
         self.paused = False
 
     @property
@@ -98,8 +99,9 @@ class CopyQueue:
         return not self.paused and not self._unissued and self._ahead < self._bytes_ahead
 
     def follow_caller(self) -> None:
-        """See `CopyLane.follow_caller`."""
+        """See `CopyLane.follow_caller`; what is waited for there is no part of the next slice."""
         self._lane.follow_caller()
+        self._goes_on = self._lane.mark()
 
     def add(self, copy: ChunkCopy) -> None:
         """Issue a copy as far as there is room, the rest in later `advance`."""
@@ -154,7 +156,8 @@ class CopyQueue:
     def _issue_slice(self, copy: ChunkCopy, layers: int, nbytes: int) -> None:
         first, end = copy._next_layer, copy._next_layer + layers
         # Behind a copy that is under way it begins when that one ends.
-        begin = self._issued[-1].end if self._issued else self._lane.mark()
+        begin = self._goes_on or (self._issued[-1].end if self._issued else self._lane.mark())
+        self._goes_on = None
         if layers == copy._layers:
             self._lane.copy(copy.destination, copy.source.kv)
         else:

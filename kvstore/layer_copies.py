@@ -45,9 +45,8 @@ class LayerCopies:
             with torch.cuda.stream(self._stream):
                 for destination, source in self._pairs:
                     destination[to : to + layers].copy_(source[first : first + layers], non_blocking=True)
-                    self._turns.took(source[first : first + layers].nbytes)
             return
         handle = self._stream.cuda_stream
         for address, origin, layer in self._addresses:
-            self._copy(address + to * layer, origin + first * layer, layers * layer, handle)
-            self._turns.took(layers * layer)
+            for done, part in self._turns.parts(layers * layer):
+                self._copy(address + to * layer + done, origin + first * layer + done, part, handle)

@@ -53,9 +53,13 @@ def stored_rows(spans: np.ndarray, blocks: np.ndarray, block_size: int, device: 
     # Here, for triton is not installed where there is no GPU.
     from cacheblend.kernels.stored_rows_triton import rows_of_spans_triton
 
-    host = empty_table(spans.size + blocks.size, device=device)
-    np.concatenate([spans.ravel(), blocks], out=host.numpy())
-    of_spans, of_blocks = on_device(host, device).split([spans.size, blocks.size])
+    # Both begin at multiples of 16 bytes, which Triton compiles for.
+    first_block = spans.size + spans.size % 2
+    host = empty_table(first_block + blocks.size, device=device)
+    table = host.numpy()
+    table[: spans.size], table[first_block:] = spans.ravel(), blocks
+    placed = on_device(host, device)
+    of_spans, of_blocks = placed[: spans.size], placed[first_block:]
     rows, longest = int(spans[:, 8].sum()), int(spans[:, 8].max(initial=0))
     return StoredRows(*rows_of_spans_triton(of_spans.view(spans.shape), of_blocks, block_size, rows, longest).unbind())
 

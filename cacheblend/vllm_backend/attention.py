@@ -11,6 +11,7 @@ place.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -72,10 +73,15 @@ class RunsAttention:
         blocks = rows.block_tables_cpu.numpy()[rows.prompt_index_cpu.numpy()[starts]]
         # One copy to the device.
         parts = [edges, rows.positions_cpu.numpy()[edges[1:] - 1] + 1, blocks.ravel()]
-        host = empty_table(sum(map(len, parts)), device=rows.device, dtype=torch.int32)
-        np.concatenate(parts, out=host.numpy(), casting="same_kind")
-        query_start, seq_lens, _ = host.split([len(part) for part in parts])
-        on_gpu = on_device(host, rows.device).split([len(part) for part in parts])
+        # Each begins where a kernel may read four at a time.
+        ends = list(accumulate(-(-len(part) // 4) * 4 for part in parts))
+        where = [slice(end, end + len(part)) for end, part in zip([0, *ends], parts, strict=False)]
+        host = empty_table(ends[-1], device=rows.device, dtype=torch.int32)
+        for at, part in zip(where, parts, strict=True):
+            host.numpy()[at] = part
+        query_start, seq_lens = host[where[0]], host[where[1]]
+        placed = on_device(host, rows.device)
+        on_gpu = [placed[at] for at in where]
         common = CommonAttentionMetadata(
             query_start_loc=on_gpu[0],
             query_start_loc_cpu=query_start,

@@ -157,7 +157,7 @@ class PassDrift:
         return None if self._before else self._table
 
     def bring(self) -> DriftingRows:
-        """What the layers read, on the device: brought when it is first asked for, best before chunks take the link."""
+        """What the layers read, on the device: brought when it is first asked for."""
         if self._rows is None:
             assert self._table is not None
             self._rows = DriftingRows.on(self._device, self._table)

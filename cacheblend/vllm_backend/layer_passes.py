@@ -1,8 +1,7 @@
 """Recomputing passes of one prompt whose layers are replayed one by one, with all that they read in one table.
 
 For passes of more rows than whole passes are captured for (`pass_graphs.py`): the device is busy for longer than Python
-takes to launch a layer, but waits for what comes before the first one. So a pass is one table and one copy, and its
-kernels are those of the pass before it.
+takes to launch a layer, but waits for what comes before the first one. So a pass is one table and one copy.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class LayerPasses:
         self._tables = tables
 
     def warm_up(self) -> None:
-        """Load the kernels and take the memory that they keep. Call it once, before the first pass."""
+        """Load the kernels. Call it once, before the first pass."""
         graph = self._graphs.for_rows(1)
         if graph is not None:
             self._layers.replay(graph, 0, graph.rows, None, lambda _: None)

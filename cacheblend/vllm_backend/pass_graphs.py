@@ -2,7 +2,7 @@
 
 The scoring pass of a single question is a few dozen rows that go through every layer, and so may be what is recomputed:
 the device is done with a layer before Python has launched the next. Here such a pass is a handful of launches, one for
-each group of layers whose chunks' KV is placed together.
+each group of layers (`layer_groups.py`).
 """
 
 from __future__ import annotations

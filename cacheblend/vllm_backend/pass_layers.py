@@ -1,4 +1,4 @@
-"""A pass of few rows of one prompt through the model's layers, all that differs from pass to pass read from tables.
+"""A pass over rows of one prompt through the model's layers, all that differs from pass to pass read from tables.
 
 The kernels, and how they divide the work, are those of any pass; only that they read from `PassTables` how much there
 is of it. So a CUDA graph may hold the pass (`pass_graphs.py`).

@@ -1,4 +1,4 @@
-"""What a pass of few rows of one prompt reads, in one table at an address that stays, as CUDA graphs need it."""
+"""What a pass over rows of one prompt reads, in one table at an address that stays, as CUDA graphs need it."""
 
 from __future__ import annotations
 

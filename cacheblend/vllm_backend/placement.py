@@ -26,7 +26,7 @@ from kvstore.layer_copies import LayerCopies
 COPIED_BEFORE_ROWS = 2
 """Groups whose copies start before the table of rows is made: the link is busy meanwhile."""
 STARTED_AHEAD = 4
-"""Groups that are started beyond the one that is wanted, once the model has something to do."""
+"""Groups that are started from the one that is wanted on, once the model has something to do."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,9 @@ import torch
 
 from kvstore.pacing import Pace
 
+LONG_WORK = 1000
+"""Of a caller whom the lane follows, in copies."""
+
 
 class ManualMark:
     """Passed once the lane has worked off everything before it; `at` counts the lane's work until then."""
@@ -40,13 +43,14 @@ class ManualLane:
     """Poisons what is to be filled, and fills it later through bare addresses: it keeps no memory alive."""
 
     def __init__(self) -> None:
-        self._asked: deque[ManualMark | tuple[int, int, int]] = deque()
+        self._asked: deque[ManualMark | tuple[int, int, int] | int] = deque()
         self.bytes_asked = 0
         self.copies_done = 0
         self.followed_after: list[int] = []
 
     def follow_caller(self) -> None:
         self.followed_after.append(self.bytes_asked)
+        self._asked.append(LONG_WORK)
 
     def enter_thread(self) -> None:
         """The CPU has no current device."""
@@ -70,6 +74,8 @@ class ManualLane:
             asked = self._asked.popleft()
             if isinstance(asked, ManualMark):
                 asked.at = self.copies_done
+            elif isinstance(asked, int):
+                self.copies_done += asked
             else:
                 ctypes.memmove(*asked)
                 self.copies_done += 1

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvstore import copy_lane, copy_turns, cuda_runtime
+from kvstore import copy_turns, cuda_runtime
 from kvstore.copy_lane import CudaLane
 from kvstore.layer_copies import LayerCopies
 
@@ -97,7 +97,6 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=5, device=device))
     monkeypatch.setattr(copy_turns, "TURN_BYTES", 24)
-    monkeypatch.setattr(copy_lane, "TURN_BYTES", 24)
     return []
 
 
@@ -105,11 +104,14 @@ def test_others_get_their_turn_after_so_many_bytes_of_layers(runtime, turns, mon
     told = runtime.cudaMemcpyAsync.told
     monkeypatch.setattr(copy_turns, "leave_copy_queue", lambda _: turns.append(len(told)))
     stream = torch.cuda.Stream("cuda")
-    copies = LayerCopies([torch.zeros(4, 4) for _ in range(5)], [torch.ones(9, 4) for _ in range(5)], stream)
+    copies = LayerCopies([torch.zeros(4, 3) for _ in range(5)], [torch.ones(9, 3) for _ in range(5)], stream)
     copies.start(0, 0, 1)
     assert turns == [2, 4]
     copies.start(0, 1, 2)
-    assert turns == [2, 4, 6, 7, 8, 9, 10]
+    assert turns == [2, 4, 5, 6, 7, 8, 9]
+    copies.start(0, 0, 3)
+    assert turns[7:] == list(range(10, 20))
+    assert [nbytes for *_, nbytes, _, _ in told[10:]] == [24, 12] * 5
 
 
 def test_a_chunk_is_copied_in_turns_that_are_the_whole_of_it(runtime, turns, monkeypatch):

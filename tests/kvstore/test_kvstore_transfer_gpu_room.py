@@ -7,7 +7,7 @@ import time
 
 import pytest
 from kvstore_samples import identity_of, same, sample
-from manual_lane import ManualLane, Queued, unhurried
+from manual_lane import LONG_WORK, ManualLane, Queued, unhurried
 
 from kvstore import ChunkStore, Tier, UnavailableReason
 from kvstore.cuda_transfer import CudaPrefetcher
@@ -279,3 +279,14 @@ def test_what_goes_on_after_a_pause_comes_behind_what_its_caller_has_asked_of_th
     prefetcher.resume()
     assert lane.followed_after == [0]
     assert lane.bytes_asked > 0
+
+
+def test_what_is_waited_for_after_a_pause_does_not_count_as_copying(opened):
+    _, prefetcher = opened(4, lane := ManualLane(), bytes_ahead=1 << 30)
+    prefetcher.start(to_gpu(FIRST))
+    prefetcher.pause()
+    prefetcher.resume()
+    prefetcher.start(to_gpu(SECOND))
+    while prefetcher.in_flight():
+        lane.work()
+    assert all(result.ok and result.seconds < LONG_WORK for result in prefetcher.poll())
