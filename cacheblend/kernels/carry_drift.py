@@ -93,12 +93,11 @@ class DriftingRows:
 
     def cut(self, of_pass: int, told: int, tiles: int) -> DriftingRows:
         """The first of these, where the others are only room for more."""
-        of_the_pass = [column[:of_pass] for column in (self.of_pass, self.of_pass_slots, self.of_pass_at)]
         return replace(
             self,
-            of_pass=of_the_pass[0],
-            of_pass_slots=of_the_pass[1],
-            of_pass_at=of_the_pass[2],
+            of_pass=self.of_pass[:of_pass],
+            of_pass_slots=self.of_pass_slots[:of_pass],
+            of_pass_at=self.of_pass_at[:of_pass],
             told_positions=self.told_positions[:told],
             tiles=self.tiles[:tiles],
         )

@@ -25,6 +25,18 @@ def on_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     if device.type != "cuda":
         return table.to(device)
-    placed = table.pin_memory().to(device, non_blocking=True)
-    leave_copy_queue(device)
+    placed = torch.empty_like(table, device=device)
+    bring(table.pin_memory(), placed)
     return placed
+
+
+def bring(table: torch.Tensor, onto: torch.Tensor) -> None:
+    """Have `onto` hold what `table` does, for what is queued on the current stream afterwards.
+
+    Args:
+        table: on the host, not to be changed any more; page-locked where `onto` is on a GPU.
+        onto: of the same shape and dtype, on the model's device.
+    """
+    onto.copy_(table, non_blocking=True)
+    if onto.is_cuda:
+        leave_copy_queue(onto.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from cacheblend.ragged import places_within
 
 
 class StoredSpan(NamedTuple):
-    """Rows one after another, in memory and in a prompt.
+    """Rows one after another, in memory and in a prompt: numbers, or the columns of several.
 
     Attributes:
         first, turn_step, model_step, layer_step, kind_step, old, new: of the first row, as in `StoredRows`.
@@ -23,17 +23,17 @@ class StoredSpan(NamedTuple):
         blocks: where the blocks of its prompt begin in the table of all prompts.
     """
 
-    first: int
-    turn_step: int
-    model_step: int
-    layer_step: int
-    kind_step: int
-    old: int
-    new: int
-    row_step: int
-    rows: int
-    before: int
-    blocks: int
+    first: Any
+    turn_step: Any
+    model_step: Any
+    layer_step: Any
+    kind_step: Any
+    old: Any
+    new: Any
+    row_step: Any
+    rows: Any
+    before: Any
+    blocks: Any
 
 
 def stored_rows(spans: np.ndarray, blocks: np.ndarray, block_size: int, device: torch.device) -> StoredRows:
@@ -60,17 +60,18 @@ def stored_rows(spans: np.ndarray, blocks: np.ndarray, block_size: int, device: 
     table[: spans.size], table[first_block:] = spans.ravel(), blocks
     placed = on_device(host, device)
     of_spans, of_blocks = placed[: spans.size], placed[first_block:]
-    rows, longest = int(spans[:, 8].sum()), int(spans[:, 8].max(initial=0))
+    counts = StoredSpan(*spans.T).rows
+    rows, longest = int(counts.sum()), int(counts.max(initial=0))
     return StoredRows(*rows_of_spans_triton(of_spans.view(spans.shape), of_blocks, block_size, rows, longest).unbind())
 
 
 def rows_of_spans(spans: np.ndarray, blocks: np.ndarray, block_size: int) -> np.ndarray:
     """[8, rows] int64, the attributes of `StoredRows`; for the arguments see `stored_rows`."""
-    counts = spans[:, 8]
+    counts = StoredSpan(*spans.T).rows
     within = places_within(counts)
-    rows = np.empty((8, len(within)), dtype=np.int64)
-    rows[:7] = np.repeat(spans[:, :7].T, counts, axis=1)
-    rows[0] += within * np.repeat(spans[:, 7], counts)
-    rows[5:7] += within
-    rows[7] = blocks[np.repeat(spans[:, 10], counts) + rows[6] // block_size] * block_size + rows[6] % block_size
-    return rows
+    # Each row's span, and the row itself within it.
+    of = StoredSpan(*np.repeat(spans.T, counts, axis=1))
+    new = of.new + within
+    slots = blocks[of.blocks + new // block_size] * block_size + new % block_size
+    steps = (of.turn_step, of.model_step, of.layer_step, of.kind_step)
+    return np.stack([of.first + within * of.row_step, *steps, of.old + within, new, slots])

@@ -1,4 +1,7 @@
-"""The Triton kernel of `stored_rows`: a program writes some rows of one span."""
+"""The Triton kernel of `stored_rows`: a program writes some rows of one span.
+
+It reads the fields of a `StoredSpan` by their number, in the order in which that has them.
+"""
 
 from __future__ import annotations
 

@@ -291,8 +291,6 @@ class BlendBatch:
         """One pass, layer by layer; `entering` enters the first of `layers`, None before the model's first."""
         hidden = self.forward.embed(rows) if entering is None else entering.on(self.forward.device)
         attention = self.forward.attention(rows)
-        if drift is not None:
-            drift.bring()
         return self.forward.run(layers.start, layers.stop, hidden, rows, attention, placing.ensure, drift=drift)
 
     def _drift(

@@ -144,7 +144,6 @@ class PassDrift:
         moving += [(chunk, chunk.told) for prompt in alone for chunk in prompt.chunks if not len(chunk.told)]
         self._before = [chunk.before for chunk, _ in moving if chunk.before is not None]
         self._table = _lay_out(moving) if moving else None
-        self._rows: DriftingRows | None = None
 
     @property
     def moves_nothing(self) -> bool:
@@ -156,13 +155,6 @@ class PassDrift:
         """What moves, where only rows of the pass tell; None where rows of an earlier one do as well."""
         return None if self._before else self._table
 
-    def bring(self) -> DriftingRows:
-        """What the layers read, on the device: brought when it is first asked for."""
-        if self._rows is None:
-            assert self._table is not None
-            self._rows = DriftingRows.on(self._device, self._table)
-        return self._rows
-
     def apply(self, layer: int, pages: LayerPages, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Move one layer's rows, before the new KV is written.
 
@@ -172,7 +164,7 @@ class PassDrift:
             keys: [rows, kv_heads, head_dim] of the pass, new, rotated.
             values: as `keys`.
         """
-        rows, more = self.bring(), self._drift_before(layer, pages)
+        rows, more = self._rows, self._drift_before(layer, pages)
         if rows.tiles.is_cuda and pages.paged is not None:
             self._on_gpu.move(keys, values, pages.paged, more)
             return
@@ -181,13 +173,17 @@ class PassDrift:
         pages.write(rows.left_slots, *moved_rows(rows, self._turns, self._rotary.scaling, new, stored, left, more))
 
     @cached_property
+    def _rows(self) -> DriftingRows:
+        assert self._table is not None
+        return DriftingRows.on(self._device, self._table)
+
+    @cached_property
     def _on_gpu(self) -> DriftPass:
-        return DriftPass(self.bring(), self._rotary.all)
+        return DriftPass(self._rows, self._rotary.all)
 
     @cached_property
     def _turns(self) -> tuple[KeysValues, KeysValues]:
-        rows = self.bring()
-        return self._rotary.tables(rows.told_positions), self._rotary.tables(rows.left_positions)
+        return self._rotary.tables(self._rows.told_positions), self._rotary.tables(self._rows.left_positions)
 
     def _drift_before(self, layer: int, pages: LayerPages) -> KeysValues | None:
         """Drift of the rows that were recomputed before, of all chunks in order; None if there are none."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cacheblend.kernels.carry_drift import TILE_FIELDS, TILE_ROWS, DriftingRows, DriftTable
-from cacheblend.kernels.host_tables import empty_table
+from cacheblend.kernels.host_tables import bring, empty_table
 from cacheblend.kernels.row_tiles import (
     MERGE_FIELDS,
     NO_PART,
@@ -25,7 +25,6 @@ from cacheblend.kernels.scoring_attention import MOST_PARTS, ScoringPlan, Scorin
 from cacheblend.vllm_backend.hidden import Entering
 from cacheblend.vllm_backend.rows import NO_SLOT, PromptRows
 from cacheblend.vllm_backend.scoring import QuestionTally
-from kvstore.copy_turns import leave_copy_queue
 
 PARTIAL_RESULTS = 8192
 """Partial results of a kv head that a question may leave: 64 rows of four heads each in 32 parts."""
@@ -211,9 +210,7 @@ class PassTables:
             for column, filled in zip(columns, (*drift.columns, drift.tiles.ravel()), strict=True):
                 column[: len(filled)] = filled
             brought = len(table)
-        self._table[:brought].copy_(host[:brought], non_blocking=True)
-        if self._device.type == "cuda":
-            leave_copy_queue(self._device)
+        bring(host[:brought], self._table[:brought])
         return True
 
     def _takes(self, places: np.ndarray, plan: ScoringPlan) -> bool:
