@@ -3,38 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-
-@dataclass(frozen=True, eq=False)
-class StoredRows:
-    """Rows of stored KV, wherever on the device they lie, and where they go. Every attribute is [rows] int64.
-
-    A chunk lies in memory as [layers, 2, tokens, kv_heads, head_dim], contiguous, keys before values. Layers are placed
-    in groups: a chunk that is copied to the device group by group has room there for a few layers, which groups use in
-    turns; one that is on the device as a whole lies there with all its layers.
-
-    Attributes:
-        first: elements from the buffer's start to the row's keys in the first layer that there is room for, or of the
-            model where the whole chunk is on the device. May reach any memory of the device.
-        turn_step: elements from one turn to the next; 0 where the whole chunk is on the device.
-        model_step: elements from one of the model's layers to the next; 0 for chunks that take turns.
-        layer_step: elements from one layer of a group to the next.
-        kind_step: elements from the row's keys to its values.
-        old: position that the key was encoded for.
-        new: position that it is used at.
-        slots: where the row goes: block * block_size + offset.
-    """
-
-    first: torch.Tensor
-    turn_step: torch.Tensor
-    model_step: torch.Tensor
-    layer_step: torch.Tensor
-    kind_step: torch.Tensor
-    old: torch.Tensor
-    new: torch.Tensor
-    slots: torch.Tensor
+from cacheblend.kernels.stored_rows import StoredRows, StoredSpans, rows_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,49 +39,54 @@ class Rotations:
     scaling: float
 
 
-def place_rows(
-    buffer: torch.Tensor,
-    rows: StoredRows,
-    pages: LayersPages,
-    rotations: Rotations,
-    turn: int,
-    first_layer: int,
-    layers: int,
-) -> None:
-    """Write some layers' rows into their pages, keys rotated in float32 from their old to their new positions.
+class PlacePass:
+    """Writes some spans' rows into their pages, layers after layers, keys rotated in float32 to their new positions.
 
     The rotation is composed of the tables at both ends, which cancels their rounding (`cacheblend.relocation`); a key
     that stays is copied bit for bit.
 
     Args:
-        buffer: [elements] of the pages' dtype; what `rows.first` counts from.
-        rows: what lies where and goes where.
+        buffer: [elements] of the pages' dtype; what `StoredSpan.first` counts from.
+        spans: what lies where and goes where, on the buffer's device.
         pages: of every layer.
         rotations: of the model.
-        turn: where the group lies, in steps of `rows.turn_step`.
-        first_layer: of the group, counted within the model.
-        layers: how many of the group are placed.
     """
-    if buffer.is_cuda:
-        # Here, for triton is not installed where there is no GPU.
-        from cacheblend.kernels.place_rows_triton import place_rows_triton
 
-        place_rows_triton(buffer, rows, pages, rotations, turn, first_layer, layers)
-    else:
-        place_rows_torch(buffer, rows, pages, rotations, turn, first_layer, layers)
+    def __init__(self, buffer: torch.Tensor, spans: StoredSpans, pages: LayersPages, rotations: Rotations) -> None:
+        self._given = (buffer, spans, pages, rotations)
+        self._launches: Any = None
+        if buffer.is_cuda:
+            # Here, for triton is not installed where there is no GPU.
+            from cacheblend.kernels.place_rows_triton import PlaceLaunches
+
+            self._launches = PlaceLaunches(*self._given)
+
+    def place(self, turn: int, first_layer: int, layers: int) -> None:
+        """Write a group of layers, for what is queued on the current stream afterwards.
+
+        Args:
+            turn: where the group lies, in steps of `StoredSpan.turn_step`.
+            first_layer: of the group, counted within the model.
+            layers: how many.
+        """
+        if self._launches is not None:
+            self._launches.place(turn, first_layer, layers)
+        else:
+            place_rows_torch(*self._given, turn, first_layer, layers)
 
 
 def place_rows_torch(
     buffer: torch.Tensor,
-    rows: StoredRows,
+    spans: StoredSpans,
     pages: LayersPages,
     rotations: Rotations,
     turn: int,
     first_layer: int,
     layers: int,
 ) -> None:
-    """What `place_rows` means, in plain PyTorch; every source lies in the buffer's storage, all pages in one other."""
+    """What `PlacePass` means, in plain PyTorch; every source lies in the buffer's storage, all pages in one other."""
     block_size, heads, head_dim = pages.keys.shape[1:]
+    rows = rows_of(spans, block_size)
     elements = torch.arange(heads * head_dim, device=buffer.device)
     memory = buffer.as_strided((buffer.untyped_storage().nbytes() // buffer.element_size(),), (1,), 0)
     start = int(buffer.storage_offset())

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 
 LAYERS_TOGETHER = 4
 """Layers that are copied to the GPU with one call a chunk, at most; twice as many have room there."""
-GROUPS_JOINED = (0, 1, 3, 6)
-"""Groups with which a larger one begins, where none of them has to be waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +44,9 @@ def layer_groups(layers: int) -> tuple[LayerGroup, ...]:
     return tuple(groups)
 
 
-@cache
-def joined_groups(layers: int) -> tuple[LayerGroup, ...]:
-    """Ever more of these groups in one, for layers that are on the GPU already and travel nowhere."""
-    firsts = [group.first for group in layer_groups(layers)]
-    edges = [first for index, first in enumerate(firsts) if index in GROUPS_JOINED] + [layers]
-    return tuple(LayerGroup(first, end - first, 0, -1) for first, end in pairwise(edges))
+def whole_group(layers: int) -> tuple[LayerGroup, ...]:
+    """All layers as one group, where they are on the GPU already and travel nowhere."""
+    return (LayerGroup(0, layers, 0, -1),)
 
 
 def group_sizes(layers: int) -> list[int]:

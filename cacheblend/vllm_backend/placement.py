@@ -11,20 +11,20 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from cacheblend.kernels.place_rows import LayersPages, StoredRows, place_rows
-from cacheblend.kernels.stored_rows import StoredSpan, stored_rows
+from cacheblend.kernels.place_rows import LayersPages, PlacePass
+from cacheblend.kernels.stored_rows import StoredSpan, StoredSpans
 from cacheblend.plan import Span
 from cacheblend.relocation import rotate_keys
 from cacheblend.vllm_backend.forward import LayersForward
-from cacheblend.vllm_backend.layer_groups import joined_groups, layer_groups, ring_layers
+from cacheblend.vllm_backend.layer_groups import layer_groups, ring_layers, whole_group
 from cacheblend.vllm_backend.pages import LayerPages
 from cacheblend.vllm_backend.rotary import RotaryTables
 from cacheblend.vllm_backend.rows import PromptPages
 from kvstore.chunk import ChunkKV
 from kvstore.layer_copies import LayerCopies
 
-COPIED_BEFORE_ROWS = 2
-"""Groups whose copies start before the table of rows is made: the link is busy meanwhile."""
+COPIED_BEFORE_SPANS = 2
+"""Groups whose copies start before the table of spans is made: the link is busy meanwhile."""
 STARTED_AHEAD = 4
 """Groups that are started from the one that is wanted on, once the model has something to do."""
 
@@ -146,7 +146,7 @@ class StagedPlacement:
 
     Where the pages are strided views. Chunks on the host are copied on another stream into a ring of layers, and leave
     it as soon as they are placed, however far the computation is. Chunks that are on the device already are read where
-    they are.
+    they are; where all are, they are placed at once, while the host prepares what is computed.
     """
 
     def __init__(
@@ -156,12 +156,10 @@ class StagedPlacement:
         rotary: RotaryTables,
         device: torch.device,
     ) -> None:
-        self._pages = pages
-        self._rotations = rotary.all
         self._streams = streams = placement_streams(device)
         layers = len(pages.layer_offsets)
         staged = [span.chunk.kv for span in spans if not span.chunk.kv.is_cuda]
-        self._groups = layer_groups(layers) if staged else joined_groups(layers)
+        self._groups = layer_groups(layers) if staged else whole_group(layers)
         self._next = self._started = 0
         self._copied = 0 if staged else len(self._groups)
         self._has_copies = bool(staged)
@@ -180,10 +178,12 @@ class StagedPlacement:
         self._copies = LayerCopies(rings, staged, streams.copying)
         self._arrived = [torch.cuda.Event() for _ in self._groups]
         self._placed = [torch.cuda.Event() for _ in self._groups]
-        self._copy_until(COPIED_BEFORE_ROWS)
+        self._copy_until(COPIED_BEFORE_SPANS)
         with torch.cuda.stream(streams.placing):
-            self._rows = rows_to_place(spans, offsets, self._buffer)
+            self._pass = PlacePass(self._buffer, stored_spans(spans, offsets, self._buffer), pages, rotary.all)
         self._copy_until(next((i for i, group in enumerate(self._groups) if group.after >= 0), len(self._groups)))
+        if not staged:
+            self.start_all()
 
     def is_due(self, layer: int) -> bool:
         """See `LayerPlacement.is_due`."""
@@ -217,7 +217,7 @@ class StagedPlacement:
         group = self._groups[index]
         if self._has_copies:
             self._arrived[index].wait()
-        place_rows(self._buffer, self._rows, self._pages, self._rotations, group.turn, group.first, group.layers)
+        self._pass.place(group.turn, group.first, group.layers)
         self._placed[index].record()
 
     def _copy_until(self, end: int) -> None:
@@ -235,8 +235,8 @@ class StagedPlacement:
         self._arrived[index].record(self._streams.copying)
 
 
-def rows_to_place(spans: Sequence[PlacedSpan], offsets: Sequence[int], buffer: torch.Tensor) -> StoredRows:
-    """Where all rows of `spans` lie and go, on the device.
+def stored_spans(spans: Sequence[PlacedSpan], offsets: Sequence[int], buffer: torch.Tensor) -> StoredSpans:
+    """Where the rows of `spans` lie and go, on the device.
 
     Args:
         spans: what is written.
@@ -246,15 +246,11 @@ def rows_to_place(spans: Sequence[PlacedSpan], offsets: Sequence[int], buffer: t
     starts = iter(offsets)
     prompts = list({id(span.prompt): span.prompt for span in spans}.values())
     blocks = dict(zip(map(id, prompts), accumulate((len(p.block_ids) for p in prompts), initial=0), strict=False))
-    before = accumulate((span.length for span in spans), initial=0)
-    table = [
-        _of_span(span, starts, buffer, rows, blocks[id(span.prompt)]) for span, rows in zip(spans, before, strict=False)
-    ]
-    of_prompts = np.concatenate([prompt.block_ids.numpy() for prompt in prompts])
-    return stored_rows(np.array(table, dtype=np.int64), of_prompts, prompts[0].block_size, buffer.device)
+    lines = [_of_span(span, starts, buffer, blocks[id(span.prompt)]) for span in spans]
+    return StoredSpans.on(buffer.device, lines, np.concatenate([prompt.block_ids.numpy() for prompt in prompts]))
 
 
-def _of_span(span: PlacedSpan, starts: Iterator[int], buffer: torch.Tensor, before: int, blocks: int) -> StoredSpan:
+def _of_span(span: PlacedSpan, starts: Iterator[int], buffer: torch.Tensor, blocks: int) -> StoredSpan:
     kv = span.chunk.kv
     _, _, tokens, heads, head_dim = kv.shape
     row = heads * head_dim
@@ -271,11 +267,10 @@ def _of_span(span: PlacedSpan, starts: Iterator[int], buffer: torch.Tensor, befo
         model_step=model,
         layer_step=layer,
         kind_step=layer // 2,
+        row_step=row,
         old=old,
         new=span.start,
-        row_step=row,
         rows=span.length,
-        before=before,
         blocks=blocks,
     )
 

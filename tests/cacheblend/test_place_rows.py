@@ -10,19 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheblend.kernels.place_rows import LayersPages, Rotations, StoredRows, place_rows_torch
+from cacheblend.kernels.place_rows import LayersPages, PlacePass, Rotations
+from cacheblend.kernels.stored_rows import StoredSpan, StoredSpans, rows_of
 from cacheblend.relocation import rotate_keys, rotation_between
 
-LAYERS, HEADS, DIM, BLOCK, GROUP, POSITIONS = 5, 2, 16, 4, 2, 40
-LENGTHS = (5, 7)
-ROWS = (range(1, 5), range(6))
+LAYERS, HEADS, DIM, BLOCK, GROUP, POSITIONS = 5, 2, 16, 4, 2, 60
+LENGTHS = (5, 23)
+ROWS = (range(1, 5), range(20))
 BASES = (3, 0)
 STARTS = (3, 11)
-"""The first chunk stays where it was encoded."""
+"""The first chunk stays where it was encoded; the second takes more than one tile of rows."""
+BLOCKS = 12
 
 
 class Case:
-    """Two chunks, rows 1 to 4 of the first and 0 to 5 of the second; the second is on the device as a whole."""
+    """Two chunks of two prompts, some rows of each; the second is on the device as a whole."""
 
     def __init__(self, seed: int, packed: bool, dim: int = DIM, scaling: float = 1.0) -> None:
         g = torch.Generator().manual_seed(seed)
@@ -37,25 +39,25 @@ class Case:
         angle = torch.arange(POSITIONS)[:, None] * torch.rand(dim // 2, generator=g)
         self.rotations = Rotations(scaling * angle.cos(), scaling * angle.sin(), scaling)
         row = HEADS * dim
-        fields: list[list[int]] = [[] for _ in range(8)]
-        slots = torch.randperm(6 * BLOCK, generator=g).tolist()
-        for index, (rows, base, start) in enumerate(zip(ROWS, BASES, STARTS, strict=True)):
-            for within in rows:
-                at = (2 * half if index else 0) + within * row
-                steps = (0, per_layer[1]) if index else (half, 0)
-                values = (
-                    at,
-                    *steps,
-                    per_layer[index],
-                    per_layer[index] // 2,
-                    base + within,
-                    start + within,
-                    slots.pop(),
-                )
-                for field, value in zip(fields, values, strict=True):
-                    field.append(value)
-        self.rows = StoredRows(*map(torch.tensor, fields))
-        shape = (6, HEADS, BLOCK, 2 * dim) if packed else (6, 2, BLOCK, HEADS, dim)
+        spans = [
+            StoredSpan(
+                first=(2 * half if index else 0) + rows[0] * row,
+                turn_step=0 if index else half,
+                model_step=per_layer[1] if index else 0,
+                layer_step=per_layer[index],
+                kind_step=per_layer[index] // 2,
+                row_step=row,
+                old=base + rows[0],
+                new=start + rows[0],
+                rows=len(rows),
+                blocks=3 * index,
+            )
+            for index, (rows, base, start) in enumerate(zip(ROWS, BASES, STARTS, strict=True))
+        ]
+        blocks = torch.randperm(BLOCKS, generator=g).numpy()
+        self.spans = StoredSpans.on(torch.device("cpu"), spans, blocks)
+        self.rows = rows_of(self.spans, BLOCK)
+        shape = (BLOCKS, HEADS, BLOCK, 2 * dim) if packed else (BLOCKS, 2, BLOCK, HEADS, dim)
         self.cache = torch.zeros(LAYERS, *shape)
         layers = [
             (c[..., :dim].transpose(1, 2), c[..., dim:].transpose(1, 2)) if packed else (c[:, 0], c[:, 1])
@@ -65,13 +67,14 @@ class Case:
         offsets = torch.arange(LAYERS) * self.cache[0].numel()
         self.pages = LayersPages(*layers[0], offsets)
 
-    def place_all(self, place) -> None:
+    def place_all(self, place_pass=PlacePass) -> None:
         """Group after group, as the stages do: each copied into the buffer whose turn it is."""
+        places = place_pass(self.buffer, self.spans, self.pages, self.rotations)
         for group, first in enumerate(range(0, LAYERS, GROUP)):
             part = self.staged[first : first + GROUP]
             turn = group % 2 * self.half
             self.buffer[turn : turn + part.numel()] = part.reshape(-1)
-            place(self.buffer, self.rows, self.pages, self.rotations, group % 2, first, len(part))
+            places.place(group % 2, first, len(part))
 
     def expected(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys rotated by the project's own relocation, and values, of the placed rows."""
@@ -91,21 +94,21 @@ class Case:
 @pytest.mark.parametrize("packed", [False, True])
 def test_rows_arrive_rotated_at_their_slots_and_nothing_else_is_touched(packed, scaling):
     case = Case(3, packed, scaling=scaling)
-    case.place_all(place_rows_torch)
+    case.place_all()
     block, offset = case.rows.slots // BLOCK, case.rows.slots % BLOCK
-    untouched = torch.ones(6 * BLOCK, dtype=torch.bool)
+    untouched = torch.ones(BLOCKS * BLOCK, dtype=torch.bool)
     untouched[case.rows.slots] = False
     for layer, (keys, values) in enumerate(case.views):
         want_keys, want_values = case.expected(layer)
         assert torch.allclose(keys[block, offset], want_keys, atol=1e-5)
         assert torch.equal(values[block, offset], want_values)
-        assert keys.reshape(6 * BLOCK, -1)[untouched].abs().max() == 0
-        assert values.reshape(6 * BLOCK, -1)[untouched].abs().max() == 0
+        assert keys.reshape(BLOCKS * BLOCK, -1)[untouched].abs().max() == 0
+        assert values.reshape(BLOCKS * BLOCK, -1)[untouched].abs().max() == 0
 
 
 def test_a_key_that_stays_is_copied_bit_for_bit():
     case = Case(5, packed=False)
-    case.place_all(place_rows_torch)
+    case.place_all()
     stays = case.rows.old == case.rows.new
     assert stays.sum() == len(ROWS[0])
     slots = case.rows.slots[stays]
@@ -114,13 +117,13 @@ def test_a_key_that_stays_is_copied_bit_for_bit():
 
 def compare_with_twin() -> None:
     """Runs in a process of its own, where Triton interprets its kernels."""
-    from cacheblend.kernels.place_rows_triton import place_rows_triton
+    from cacheblend.kernels.place_rows_triton import PlaceLaunches
 
     for packed in (False, True):
         for dim in (16, 24):
             case, twin = Case(7, packed, dim), Case(7, packed, dim)
-            case.place_all(place_rows_triton)
-            twin.place_all(place_rows_torch)
+            case.place_all(PlaceLaunches)
+            twin.place_all()
             assert twin.cache.abs().max() > 0
             assert (case.cache - twin.cache).abs().max() < 1e-6
 

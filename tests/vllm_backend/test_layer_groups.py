@@ -6,9 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.vllm_backend.layer_groups import (
-    GROUPS_JOINED,
     LAYERS_TOGETHER,
-    joined_groups,
     layer_groups,
     ring_layers,
 )
@@ -48,13 +46,3 @@ def test_the_next_group_may_always_be_copied_while_one_is_placed(layers):
     assert all(group.after <= max(index - 2, -1) for index, group in enumerate(groups))
     at_once = sum(group.layers for group in groups if group.after < 0)
     assert at_once > min(LAYERS_TOGETHER, layers - 1)
-
-
-@settings(max_examples=130, deadline=None)
-@given(LAYERS)
-def test_what_is_joined_is_every_layer_once_and_cuts_no_group_in_two(layers):
-    joined, groups = joined_groups(layers), layer_groups(layers)
-    assert [n for group in joined for n in range(group.first, group.first + group.layers)] == list(range(layers))
-    assert {group.first for group in joined} <= {group.first for group in groups}
-    assert len(joined) <= len(GROUPS_JOINED)
-    assert all(group.after < 0 and group.turn == 0 for group in joined)

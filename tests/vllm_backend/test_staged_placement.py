@@ -107,10 +107,10 @@ class Chunks:
         )
         patch.setattr(module, "torch", SimpleNamespace(cuda=cuda, empty=lambda *_, **__: Buffer()))
         patch.setattr(module, "placement_streams", lambda _: PlacementStreams(device.copying, device.placing))
-        self.copies_asked = self.copies_asked_before_rows = self.launches = 0
-        patch.setattr(module, "rows_to_place", self.bring_rows)
+        self.copies_asked = self.copies_asked_before_spans = self.launches = 0
+        patch.setattr(module, "stored_spans", self.bring_spans)
         patch.setattr(module, "LayerCopies", lambda *_: SimpleNamespace(start=self.copy))
-        patch.setattr(module, "place_rows", self.place)
+        patch.setattr(module, "PlacePass", lambda *_: SimpleNamespace(place=self.place))
         tiers = [False] * on_host + [True] * in_pool
         spans = [SimpleNamespace(chunk=SimpleNamespace(kv=Kv(range(layers), is_cuda))) for is_cuda in tiers]
         # Earlier work of the model still reads the pages.
@@ -124,8 +124,8 @@ class Chunks:
     def free_pages(self) -> None:
         self.pages_are_free = True
 
-    def bring_rows(self, *_: Any) -> None:
-        self.copies_asked_before_rows = self.copies_asked
+    def bring_spans(self, *_: Any) -> None:
+        self.copies_asked_before_spans = self.copies_asked
 
     def copy(self, to: int, first: int, layers: int) -> None:
         def work() -> None:
@@ -134,7 +134,7 @@ class Chunks:
         self.copies_asked += 1
         self.device.copying.ask(work)
 
-    def place(self, _: Any, __: Any, ___: Any, ____: Any, turn: int, first: int, layers: int) -> None:
+    def place(self, turn: int, first: int, layers: int) -> None:
         def work() -> None:
             assert self.pages_are_free
             if self.on_host:
@@ -250,16 +250,16 @@ def test_the_ring_is_filled_before_the_first_layer_is_wanted(monkeypatch):
     assert chunks.ring == list(range(ring_layers(32)))
 
 
-def test_the_table_of_rows_is_made_while_the_first_copies_are_under_way(monkeypatch):
+def test_the_table_of_spans_is_made_while_the_first_copies_are_under_way(monkeypatch):
     chunks = Chunks(32, True, False, monkeypatch)
     chunks.device.run(lambda ready: 0, order=("placing", "main", "copying"))
-    assert chunks.copies_asked_before_rows == module.COPIED_BEFORE_ROWS
+    assert chunks.copies_asked_before_spans == module.COPIED_BEFORE_SPANS
 
 
-def test_chunks_of_the_pool_alone_are_placed_in_few_launches(monkeypatch):
+def test_chunks_of_the_pool_alone_are_placed_at_once_and_before_any_layer_is_wanted(monkeypatch):
     chunks = Chunks(32, False, True, monkeypatch)
-    for layer in range(32):
-        chunks.placement.ensure(layer)
     chunks.device.run(lambda _: 0)
-    assert chunks.launches == 4
     assert set(chunks.pages) == set(range(32))
+    chunks.placement.ensure(31)
+    chunks.device.run(lambda _: 0)
+    assert chunks.launches == 1

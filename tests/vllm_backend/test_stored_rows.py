@@ -1,25 +1,15 @@
-"""Where rows of stored KV lie and go: the table over all chunks at once is what each row by itself says."""
+"""Where rows of stored KV lie and go: the lines of all chunks tell what each row by itself says."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import sys
-from pathlib import Path
-
-import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "cacheblend"))
-
-from triton_interpreter import interpreted_results
-
-from cacheblend.kernels.stored_rows import rows_of_spans
+from cacheblend.kernels.stored_rows import rows_of
 from cacheblend.plan import Segment, SegmentRole, Span
 from cacheblend.vllm_backend.layer_groups import ring_layers
-from cacheblend.vllm_backend.placement import PlacedSpan, rows_to_place
+from cacheblend.vllm_backend.placement import PlacedSpan, stored_spans
 from cacheblend.vllm_backend.rows import PromptPages
 from kvstore.chunk import ChunkKV
 from kvstore.key import ChunkIdentity
@@ -52,7 +42,9 @@ def test_every_row_is_found_in_its_chunks_ring_and_goes_to_its_own_slot(of_one_p
     offsets = [0]
     for tokens, _, _ in chunks:
         offsets.append(offsets[-1] + ring_layers(LAYERS) * 2 * tokens * ROW)
-    rows = rows_to_place(spans, offsets, torch.empty(offsets[-1]))
+    told = stored_spans(spans, offsets, torch.empty(offsets[-1]))
+    assert told.longest == max(span.length for span in spans)
+    rows = rows_of(told, BLOCK)
     at = 0
     for span, offset in zip(spans, offsets, strict=False):
         tokens = span.span.length
@@ -67,32 +59,3 @@ def test_every_row_is_found_in_its_chunks_ring_and_goes_to_its_own_slot(of_one_p
             assert rows.slots[at] == span.prompt.block_ids[position // BLOCK] * BLOCK + position % BLOCK
             at += 1
     assert at == len(rows.slots)
-
-
-def interpret_the_kernel() -> bool:
-    """Run in a process whose triton interprets: whether it writes what its twin does."""
-    from cacheblend.kernels.stored_rows_triton import rows_of_spans_triton
-
-    drawn = np.random.default_rng(0)
-    blocks = drawn.permutation(400)
-    for counts in ([1], [700, 3, 256], [255, 257, 1, 512]):
-        spans = drawn.integers(0, 900, (len(counts), 11))
-        spans[:, 8], spans[:, 9], spans[:, 10] = (
-            counts,
-            np.cumsum([0, *counts[:-1]]),
-            drawn.integers(0, 10, len(counts)),
-        )
-        told = (torch.from_numpy(spans), torch.from_numpy(blocks), BLOCK, sum(counts), max(counts))
-        if not np.array_equal(rows_of_spans_triton(*told).numpy(), rows_of_spans(spans, blocks, BLOCK)):
-            return False
-    return True
-
-
-if importlib.util.find_spec("triton"):
-
-    def test_the_kernel_writes_what_its_twin_does():
-        assert interpreted_results(__file__)
-
-
-if __name__ == "__main__":
-    print(json.dumps(interpret_the_kernel()))
