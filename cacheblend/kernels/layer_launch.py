@@ -23,7 +23,7 @@ def form_of(*tensors: torch.Tensor) -> Form:
 
 
 class LayerLaunch:
-    """A kernel that is launched for one layer after another, where only some tensors change, and never their form.
+    """A kernel that is launched for one layer after another, where only its first arguments change, never their form.
 
     Triton's ordinary launch looks at every argument to find the binary that fits, which takes several times as long as
     the launch itself. Here only the first of its kind in the process is launched that way, and all others with the
@@ -32,7 +32,7 @@ class LayerLaunch:
     Args:
         kernel: a `triton.jit` function.
         grid: its programs.
-        fixed: its arguments behind the tensors that change, in its own order, `constexpr` ones included.
+        fixed: its arguments behind those that change, in its own order, `constexpr` ones included.
         options: `num_warps` and what else the compiler takes.
     """
 
@@ -43,32 +43,33 @@ class LayerLaunch:
         self._options = options
         self._again: Callable[..., None] | None = None
 
-    def __call__(self, *changing: torch.Tensor) -> None:
+    def __call__(self, tensor: torch.Tensor, *changing: torch.Tensor | int) -> None:
         """Launch on the current stream.
 
         Args:
-            changing: the kernel's first arguments; on every call of the form (`form_of`) that they had on the first.
+            tensor: the kernel's first argument; on every call of the form (`form_of`) that it had on the first.
+            changing: those that follow: tensors as the first, and numbers that the kernel is not specialised to.
         """
         if self._again is None:
-            kind = self._kind(changing)
+            kind = self._kind(tensor, changing)
             if kind not in _binaries:
-                found = self._kernel[self._grid](*changing, *self._fixed, **self._options)
+                found = self._kernel[self._grid](tensor, *changing, *self._fixed, **self._options)
                 # Triton's interpreter compiles nothing that could be kept.
                 if found is not None:
                     _binaries[kind] = found
                 return
             self._again = _binaries[kind][self._grid]
-        self._again(*changing, *self._fixed)
+        self._again(tensor, *changing, *self._fixed)
 
-    def _kind(self, changing: tuple[torch.Tensor, ...]) -> tuple[object, ...]:
+    def _kind(self, tensor: torch.Tensor, changing: tuple[torch.Tensor | int, ...]) -> tuple[object, ...]:
         """All that Triton compiles for."""
-        arguments = (*changing, *self._fixed)
+        arguments = (tensor, *changing, *self._fixed)
         parameters = getattr(self._kernel, "params", ())
         kinds = (
             value if parameter.is_constexpr else _kind_of(value, parameter.do_not_specialize)
             for parameter, value in zip(parameters, arguments, strict=False)
         )
-        return (self._kernel, changing[0].device, *self._options.items(), *kinds)
+        return (self._kernel, tensor.device, *self._options.items(), *kinds)
 
 
 def _kind_of(value: Any, only_its_type: bool) -> object:
