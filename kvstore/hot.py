@@ -35,15 +35,15 @@ class HotTiers:
         self._availability = availability
         self._shard = shard
 
-    def get(self, identity: ChunkIdentity, tiers: Iterable[Tier]) -> ChunkKV | None:
-        """The chunk from the first of these tiers that holds it; see `ChunkStore.get`."""
+    def get(self, identity: ChunkIdentity, tiers: Iterable[Tier]) -> tuple[ChunkKV, Tier] | None:
+        """The chunk from the first of these tiers that holds it, and which one that is; see `ChunkStore.fetch`."""
         for tier in tiers:
             chunk = self._memory[tier].get(identity.key) if tier in self._memory else None
             if chunk is not None and chunk.identity != identity:
                 detail = f"tier {tier} holds other token ids"
                 raise ChunkUnavailable(identity.key, UnavailableReason.TOKENS_DIFFER, detail)
             if chunk is not None:
-                return chunk
+                return chunk, tier
         return None
 
     def put_on_host(self, chunk: ChunkKV) -> UnavailableReason | None:

@@ -191,7 +191,11 @@ class ChunkStore:
         return LoadReport(nbytes, time.perf_counter() - started, tier)
 
     def get(self, identity: ChunkIdentity, shard: ShardLayout | None = None) -> ChunkKV:
-        """The chunk's KV, from the fastest tier that has it; from a cold one without taking room in memory.
+        """`fetch`, for those who do not ask where it came from."""
+        return self.fetch(identity, shard)[0]
+
+    def fetch(self, identity: ChunkIdentity, shard: ShardLayout | None = None) -> tuple[ChunkKV, Tier]:
+        """The chunk's KV from the fastest tier that has it, and that tier; a cold one's takes no room in memory.
 
         The tensor is the store's own and must not be written to; it stays valid after an eviction for as long
         as it is held. For work on it that is queued on a GPU, hold a pin as well; see `GpuPool`.
@@ -202,8 +206,8 @@ class ChunkStore:
         """
         self._check_open()
         shard = shard or self.shard
-        chunk = self._hot.get(identity, self._availability.tiers(identity.key, shard))
-        return self._cold.read(identity, shard)[0] if chunk is None else chunk
+        hot = self._hot.get(identity, self._availability.tiers(identity.key, shard))
+        return self._cold.read(identity, shard) if hot is None else hot
 
     def held(self, identity: ChunkIdentity, tier: Tier) -> ChunkKV | None:
         """The chunk as this memory tier holds it, None if it does not; asks no other tier. See `get`.
@@ -213,7 +217,8 @@ class ChunkStore:
             StoreError: the store is closed.
         """
         self._check_open()
-        return self._hot.get(identity, (tier,))
+        found = self._hot.get(identity, (tier,))
+        return None if found is None else found[0]
 
     def publish_on_gpu(self, identity: ChunkIdentity) -> None:
         """Serve a chunk from the GPU pool, once the tensor that `gpu.reserve` gave for it is filled.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -54,6 +55,7 @@ class TileConfig:
         return allowed if allowed < MAX_REGISTERS_OF_A_THREAD else None
 
 
+@cache
 def tile_config(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) -> TileConfig:
     """Choose block sizes that fit the device's registers and shared memory.
 
@@ -203,10 +205,20 @@ def divide_rows(
     Returns:
         For `RowTiles`; the work is sorted.
     """
+    return _divide(_tiles_by_request(requests, places, config.block_m // group), kv_heads, config, processors)
+
+
+def divide_rows_alone(places: np.ndarray, group: int, kv_heads: int, config: TileConfig, processors: int) -> Division:
+    """`divide_rows` where all rows are of one request."""
+    tiles = [_tiles(0, places, 0, len(places), config.block_m // group)] if len(places) else []
+    return _divide(tiles, kv_heads, config, processors)
+
+
+def _divide(every: Iterable[_Tiles], kv_heads: int, config: TileConfig, processors: int) -> Division:
     work = [np.empty((0, WORK_FIELDS), dtype=np.int32)]
     merges = [np.empty((0, MERGE_FIELDS), dtype=np.int32)]
     parts = 0
-    for tiles in _tiles_by_request(requests, places, config.block_m // group):
+    for tiles in every:
         longest = _longest_part(tiles, kv_heads, config, processors)
         if tiles.reach[-1] <= longest:
             work.append(tiles.whole())
@@ -232,6 +244,7 @@ def most_tiles(rows: int, group: int, kv_heads: int, config: TileConfig, process
     return tiles + int(parts), tiles
 
 
+@cache
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; elsewhere those of an H100, so that plans can be looked at."""
     if device.type == "cuda":
@@ -307,11 +320,16 @@ def _tiles_by_request(requests: np.ndarray, places: np.ndarray, tile_rows: int) 
         return
     changes = (np.flatnonzero(requests[1:] != requests[:-1]) + 1).tolist()
     for begin, end in pairwise([0, *changes, len(requests)]):
-        first_row = np.arange(begin, end, tile_rows)
-        ends = first_row + tile_rows
-        ends[-1] = end
-        reach = places[ends - 1].astype(np.int64) + 1
-        yield _Tiles(int(requests[begin]), first_row, ends - first_row, reach)
+        yield _tiles(int(requests[begin]), places, begin, end, tile_rows)
+
+
+def _tiles(request: int, places: np.ndarray, begin: int, end: int, tile_rows: int) -> _Tiles:
+    """Of the rows from index `begin` to `end` (exclusive), at least one."""
+    first_row = np.arange(begin, end, tile_rows)
+    ends = first_row + tile_rows
+    ends[-1] = end
+    reach = places[ends - 1].astype(np.int64) + 1
+    return _Tiles(request, first_row, ends - first_row, reach)
 
 
 def _longest_part(tiles: _Tiles, kv_heads: int, config: TileConfig, processors: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from cacheblend.errors import BlendError
@@ -170,10 +171,9 @@ def _tally_config(attend: TileConfig) -> TileConfig:
 def _parts(programs: int, blocks: int, resident: int, most: int) -> int:
     """The number of parts, up to `most`, with the least time in blocks of keys one after another on one processor."""
 
-    def took(parts: int) -> int:
-        return -(-programs * parts // resident) * (-(-blocks // parts) + PART_OVERHEAD_BLOCKS)
-
-    return min(range(1, min(most, MOST_PARTS) + 1), key=took)
+    parts = np.arange(1, min(most, MOST_PARTS) + 1)
+    took = -(-programs * parts // resident) * (-(-blocks // parts) + PART_OVERHEAD_BLOCKS)
+    return int(took.argmin()) + 1
 
 
 class ScoringPass:

@@ -97,11 +97,10 @@ class BlendedPrefill:
             return Tier.HOST.value, sequence.provided[identity.key]
         if self._store is None:
             raise ChunkUnavailable(identity.key, UnavailableReason.MISSING, "the runner has no store")
-        tier = self._store.lookup(identity)
-        chunk = self._store.get(identity)
+        chunk, tier = self._store.fetch(identity)
         if chunk.kv.dtype != self._forward.dtype:
             raise ChunkUnavailable(identity.key, UnavailableReason.OTHER_MODEL, f"its KV is {chunk.kv.dtype}")
-        return (tier or Tier.DISK).value, chunk
+        return tier.value, chunk
 
     def _score(self, blended: list[RunningSequence], placements: _LayerPlacements) -> dict[str, torch.Tensor]:
         """Attention mass from the question to each row before it, for the sequences whose selector asks for it."""

@@ -22,6 +22,9 @@ class RowSelection:
             None.
         start: chosen rows before it have been computed already, by an earlier blend of the same plan.
         candidates: `Candidates.of_plan`, if the caller has had time for it; else made here.
+
+    Attributes:
+        drop_layers: the layers before which rows are dropped, ascending; never the first.
     """
 
     def __init__(
@@ -40,13 +43,17 @@ class RowSelection:
         shares = dict(plan.selector.shares(num_layers))
         # Asked for layer by layer.
         self._shares = shares if plan.selector.needs(Evidence.DEVIATION) else {}
+        given = () if self._given is None else (layer for layer, _ in self._given.layers)
+        self.drop_layers = tuple(layer for layer in sorted({*self._shares, *given}) if 0 < layer < num_layers)
         self._context = plan.question.start
         self._device = device
         self._fresh = fresh.cpu().numpy()
         self._start = start
         candidates = candidates or Candidates.of_plan(plan)
         if attention is not None:
-            candidates = candidates.scored(attention.cpu()[candidates.positions])
+            # In numpy: see `Candidates.take`.
+            scores = attention.cpu().numpy().take(candidates.positions.numpy())
+            candidates = candidates.scored(torch.from_numpy(scores))
         self._per_layer: list[int] = []
         # Deviation drops rows at its check layers, and not before.
         all_enter = plan.selector.recomputes_everything or plan.selector.needs(Evidence.DEVIATION)
@@ -57,9 +64,7 @@ class RowSelection:
 
     def drops_at(self, layer: int) -> bool:
         """Whether rows are dropped before `layer`."""
-        return self.needs_deviation_at(layer) or (
-            layer > 0 and self._given is not None and self._given.rows_from(layer) is not None
-        )
+        return layer in self.drop_layers
 
     def needs_deviation_at(self, layer: int) -> bool:
         """Whether the rows that `layer` drops depend on the deviation measured there."""

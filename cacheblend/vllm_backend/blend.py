@@ -44,7 +44,6 @@ from kvstore.chunk import ChunkKV
 from kvstore.errors import ChunkUnavailable, UnavailableReason
 from kvstore.key import ChunkIdentity, ChunkKey
 from kvstore.store import ChunkStore
-from kvstore.tiers import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -208,11 +207,10 @@ class BlendBatch:
                 )
 
     def _get(self, identity: ChunkIdentity) -> tuple[str, ChunkKV]:
-        tier = self.store.lookup(identity)
-        chunk = self.store.get(identity)
+        chunk, tier = self.store.fetch(identity)
         if chunk.kv.dtype != self.forward.dtype:
             raise ChunkUnavailable(identity.key, UnavailableReason.OTHER_MODEL, f"its KV is {chunk.kv.dtype}")
-        return (tier or Tier.DISK).value, chunk
+        return tier.value, chunk
 
     def _score(self, prompts: Sequence[_Prompt], placing: TimedPlacement, times: StageTimes) -> Iterator[float]:
         """Tally the attention that each question pays to the rows before it."""
@@ -242,7 +240,7 @@ class BlendBatch:
         for prompt in prompts:
             self._choose(prompt)
         choosing = [prompt.selection for prompt in prompts if prompt.selection is not None]
-        drops = [layer for layer in range(1, layers) if any(selection.drops_at(layer) for selection in choosing)]
+        drops = sorted({layer for selection in choosing for layer in selection.drop_layers})
         hidden: Hidden | None = None
         going_on = np.empty(0, dtype=np.int64)
         for first, last in zip([0, *drops], [*drops, layers], strict=True):
@@ -322,6 +320,7 @@ class BlendBatch:
             # While the device is still at what the choice waits for.
             candidates = Candidates.of_plan(prompt.plan)
             if prompt.tally is not None:
+                prompt.pages.make_tables()
                 attention = self.ranks.sum(prompt.tally.mass.sum(0)).cpu()
                 # The scoring pass has computed the rows before the first reused one for good.
                 fresh = fresh[fresh > prompt.plan.reused[0].start]

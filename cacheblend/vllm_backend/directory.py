@@ -110,16 +110,20 @@ class _Identities:
     """Chunks asked for last. Token ids must be integers: others are taken for those that they equal."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[tuple[object, ...], ChunkIdentity] = OrderedDict()
+        # By hashes, which take longest: every look at a table of ids would make them anew.
+        self._known: OrderedDict[int, ChunkIdentity] = OrderedDict()
         self._tokens = 0
 
     def of(self, fingerprint: str, prefix: tuple[int, ...], token_ids: tuple[int, ...]) -> ChunkIdentity:
         asked = (fingerprint, prefix, token_ids)
-        identity = self._known.get(asked)
+        number = hash(asked)
+        identity = self._known.get(number)
         if identity is not None:
-            self._known.move_to_end(asked)
-            return identity
-        identity = self._known[asked] = ChunkIdentity(fingerprint, prefix, token_ids)
+            if (identity.fingerprint, identity.prefix_ids, identity.token_ids) == asked:
+                self._known.move_to_end(number)
+                return identity
+            self._tokens -= len(self._known.pop(number).token_ids)
+        identity = self._known[number] = ChunkIdentity(fingerprint, prefix, token_ids)
         self._tokens += len(token_ids)
         while self._tokens > TOKENS_KEPT:
             _, oldest = self._known.popitem(last=False)

@@ -16,7 +16,7 @@ from cacheblend.kernels.row_tiles import (
     NO_PART,
     WORK_FIELDS,
     Division,
-    divide_rows,
+    divide_rows_alone,
     most_tiles,
     tile_config,
 )
@@ -179,8 +179,8 @@ class PassTables:
         Returns:
             Whether there was room, and the whole question among the rows; nothing has changed if not.
         """
-        start, end = (0, 0) if tally is None else (tally.start, tally.end)
-        places, plan = rows.positions.numpy(), self._plan(end - start, start)
+        places = rows.positions.numpy()
+        plan = self.scoring if tally is None else self._plan(tally.end - tally.start, tally.start)
         if not self._takes(places, plan) or (drift is not None and not self._moves(drift)):
             return False
         count, asking = len(places), plan.rows
@@ -189,8 +189,7 @@ class PassTables:
         table = host.numpy()
         table[: self._without_moved] = self._empty
         wide = self._wide.of(table)
-        # A few of the prompt's ids, without making a tensor of all.
-        wide.token_ids[:count] = [rows.prompt.ids[place] for place in places.tolist()]
+        wide.token_ids[:count] = rows.prompt.ids_at(places)
         wide.positions[:count] = places
         wide.slots[:count] = rows.slots().numpy()
         if entering is not None:
@@ -226,8 +225,7 @@ class PassTables:
 
     def _divide(self, places: np.ndarray, work: np.ndarray, merges: np.ndarray) -> Division:
         heads = self.heads
-        alone = np.zeros_like(places)
-        division = divide_rows(alone, places, heads.query // heads.kv, heads.kv, self.config, self._processors)
+        division = divide_rows_alone(places, heads.query // heads.kv, heads.kv, self.config, self._processors)
         for table, filled in ((work, division.work), (merges, division.merges)):
             table[: filled.size] = filled.ravel()
         return division

@@ -13,6 +13,8 @@ import torch
 
 from cacheblend.kernels.host_tables import empty_table, on_device
 
+FEW_IDS = 256
+"""Ids that are sooner picked from a prompt one by one than from a table of all that has to be made first."""
 NO_SLOT = -1
 """vLLM's own mark for a row whose KV is not written."""
 
@@ -40,6 +42,16 @@ class PromptPages:
     def token_ids(self) -> torch.Tensor:
         """[n] int64 on the CPU; made when it is first wanted, which is while the first chunks are being copied."""
         return _tensor_of(self.ids)
+
+    def make_tables(self) -> None:
+        """Have what is looked up by position ready, while there is time."""
+        _ = self.token_ids, self.all_slots
+
+    def ids_at(self, places: np.ndarray) -> np.ndarray | list[int]:
+        """[n] token ids at `places` ([n] int64)."""
+        if len(places) > FEW_IDS:
+            return self.token_ids.numpy().take(places)
+        return [self.ids[place] for place in places.tolist()]
 
     @property
     def rows(self) -> int:
@@ -83,9 +95,11 @@ class PromptRows:
         """[n] int64 slots, `NO_SLOT` for rows without a page."""
         if self.paged is None:
             return self.prompt.slots(self.positions)
-        slots = torch.full_like(self.positions, NO_SLOT)
-        slots[self.paged] = self.prompt.slots(self.positions[self.paged])
-        return slots
+        # In numpy: see `PromptPages.slots`.
+        positions, paged = self.positions.numpy(), np.flatnonzero(self.paged.numpy())
+        slots = np.full(len(positions), NO_SLOT)
+        slots[paged] = self.prompt.all_slots.numpy().take(positions[paged])
+        return torch.from_numpy(slots)
 
 
 class RowBatch:

@@ -24,7 +24,7 @@ from triton_interpreter import interpreted_results
 from cacheblend.kernels.carry_drift import ChunkRange, DriftingRows, DriftTable, moved_rows
 from cacheblend.kernels.pages import PagedLayer
 from cacheblend.kernels.place_rows import Rotations
-from cacheblend.kernels.row_tiles import NO_PART, RowTiles, divide_rows, most_tiles, tile_config
+from cacheblend.kernels.row_tiles import NO_PART, RowTiles, divide_rows, divide_rows_alone, most_tiles, tile_config
 from cacheblend.vllm_backend.hidden import Entering, Hidden
 from cacheblend.vllm_backend.layer_graphs import LayerGraph, RowsGraph
 from cacheblend.vllm_backend.layer_passes import LayerPasses
@@ -174,6 +174,8 @@ def test_no_rows_of_one_request_make_more_items_than_there_is_room_for(places, h
     config = tile_config(dtype, dim, heads[0], CPU)
     places = torch.tensor(places).numpy()
     division = divide_rows(places * 0, places, *heads, config, processors)
+    alone = divide_rows_alone(places, *heads, config, processors)
+    assert all(np.array_equal(one, other) for one, other in zip(division, alone, strict=True))
     items, merges = most_tiles(len(places), *heads, config, processors)
     assert len(division.work) <= items
     assert division.parts <= items
