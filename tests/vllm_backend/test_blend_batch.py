@@ -341,10 +341,10 @@ def test_ranks_add_up_nothing_for_prompts_that_recompute_everything(store):
 
 @pytest.mark.parametrize("selector", [make_selector("none"), make_selector("full")], ids=spec)
 def test_a_store_that_fails_when_it_is_asked_leaves_the_ranks_agreeing(store, monkeypatch, selector):
-    def lookup(identity: Any) -> None:
+    def fetch(identity: Any) -> None:
         raise OSError("injected")
 
-    monkeypatch.setattr(store, "lookup", lookup)
+    monkeypatch.setattr(store, "fetch", fetch)
     order = order_of(selector)
     blended = blend(store, order)
     assert blended.rank.agreements == 1
