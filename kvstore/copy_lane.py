@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from kvstore.copy_turns import CopyTurns
-from kvstore.cuda_runtime import copy_to_device
+from kvstore.cuda_runtime import copies_to_device
 
 
 class Mark(Protocol):
@@ -62,14 +62,15 @@ class CudaLane:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """See `CopyLane.copy`; the source must be page-locked, or the copy is waited for."""
-        ask = copy_to_device() if source.is_pinned() else None
+        ask = copies_to_device() if source.is_pinned() else None
         if ask is None:
             with torch.cuda.stream(self.stream):
                 destination.copy_(source, non_blocking=True)
             return
         to, origin = destination.data_ptr(), source.data_ptr()
-        for done, part in self._turns.parts(source.nbytes):
-            ask(to + done, origin + done, part, self.stream.cuda_stream)
+        for turn in self._turns.of([source.nbytes]):
+            for part in turn:
+                ask([to + part.first], [origin + part.first], [part.nbytes], self.stream.cuda_stream)
 
     def follow_caller(self) -> None:
         """See `CopyLane.follow_caller`: behind the caller's current stream."""

@@ -1,10 +1,11 @@
-"""Copies of layers that are asked of CUDA itself: what it is told, what its refusal leaves, and without it."""
+"""Copies that are asked of CUDA itself: what it is told, what its refusal leaves, and without it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,11 +27,28 @@ class Copy:
         return self.answer
 
 
+class Batch(Copy):
+    """Stands for `cudaMemcpyBatchAsync`."""
+
+    def __call__(self, *told: Any) -> int:
+        to, origins, sizes, count, _, of_first, sets, stream = told
+        assert (list(of_first), sets.value) == ([0], 1)
+        assert len(to) == len(origins) == len(sizes) == count.value
+        self.told += [(*copy, stream.value) for copy in zip(to, origins, sizes, strict=True)]
+        self.batches.append(count.value)
+        return self.answer
+
+    def __init__(self, answer: int) -> None:
+        super().__init__(answer)
+        self.batches: list[int] = []
+
+
 class Runtime:
     """Stands for the runtime that torch has loaded."""
 
     def __init__(self) -> None:
         self.cudaMemcpyAsync = Copy(0)
+        self.cudaMemcpyBatchAsync = Batch(0)
         self.cleared = 0
 
     def cudaGetLastError(self) -> int:
@@ -38,15 +56,19 @@ class Runtime:
         return 0
 
 
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+@pytest.fixture(params=["12.9"])
+def runtime(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Runtime]:
     found = Runtime()
+    monkeypatch.setattr(torch.version, "cuda", request.param)
     monkeypatch.setattr(cuda_runtime, "_loaded_runtime", lambda *_: found)
     monkeypatch.setattr(cuda_runtime, "_get_last_error", lambda: found.cudaGetLastError)
-    cuda_runtime.copy_to_device.cache_clear()
+    cuda_runtime.copies_to_device.cache_clear()
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
     yield found
-    cuda_runtime.copy_to_device.cache_clear()
+    cuda_runtime.copies_to_device.cache_clear()
+
+
+knows_batches = pytest.mark.parametrize("runtime", ["13.0"], indirect=True)
 
 
 STREAM = SimpleNamespace(cuda_stream=5)
@@ -61,6 +83,29 @@ def test_copies_tell_where_from_where_to_how_much_and_on_which_stream(runtime):
         for ring, chunk in zip(rings, chunks, strict=True)
     ]
     assert runtime.cleared == 0
+
+
+@knows_batches
+def test_copies_of_a_turn_are_asked_for_at_once_where_cuda_knows_that(runtime, turns, monkeypatch):
+    batch = runtime.cudaMemcpyBatchAsync
+    monkeypatch.setattr(copy_turns, "leave_copy_queue", lambda _: turns.append(len(batch.told)))
+    rings, chunks = [torch.zeros(4, 3) for _ in range(4)], [torch.ones(9, 3) for _ in range(4)]
+    LayerCopies(rings, chunks, torch.cuda.Stream("cuda")).start(1, 5, 1)
+    layer = 3 * 4
+    assert batch.told == [
+        (ring[1].data_ptr(), chunk[5].data_ptr(), layer, 5) for ring, chunk in zip(rings, chunks, strict=True)
+    ]
+    assert (batch.batches, turns) == ([2, 2], [2])
+    assert not runtime.cudaMemcpyAsync.told
+
+
+@knows_batches
+def test_a_refused_batch_raises_and_leaves_no_error_for_torch_to_find(runtime):
+    runtime.cudaMemcpyBatchAsync.answer = 1
+    rings, chunks = [torch.zeros(1, 3) for _ in range(2)], [torch.ones(1, 3) for _ in range(2)]
+    with pytest.raises(RuntimeError, match="refused to copy 24 bytes"):
+        LayerCopies(rings, chunks, STREAM).start(0, 0, 1)
+    assert runtime.cleared == 1
 
 
 def test_a_refused_copy_raises_and_leaves_no_error_for_torch_to_find(runtime):
@@ -82,7 +127,7 @@ def test_memory_that_is_not_page_locked_is_copied_by_torch_which_lets_other_thre
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this build of torch has a CUDA runtime to be found")
 def test_without_a_runtime_torch_copies_and_that_is_said_once(caplog, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
-    cuda_runtime.copy_to_device.cache_clear()
+    cuda_runtime.copies_to_device.cache_clear()
     ring, chunk = torch.zeros(4, 3), torch.rand(9, 3)
     for _ in range(2):
         LayerCopies([ring], [chunk], None).start(1, 5, 3)
