@@ -37,7 +37,7 @@ def _get_last_error() -> Callable[[], object]:
 
 
 class CopyToDevice(Protocol):
-    """Copies page-locked memory to the current device, and keeps the interpreter's lock: to get it back may take long."""
+    """Copies page-locked memory to the current device, and keeps the interpreter's lock, which is slow to come back."""
 
     def __call__(self, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int) -> None:
         """Ask for some copies, each as long as its size in bytes says.

@@ -23,14 +23,14 @@ pytestmark = pytest.mark.engines("llama")
 def lose(engine, monkeypatch, chunk, prefix) -> None:
     """From now on the worker cannot read this chunk, though everybody believes it is there."""
     key = engine.identity(chunk, prefix).key
-    real = ChunkStore.get
+    real = ChunkStore.fetch
 
-    def get(self, identity, shard=None):
+    def fetch(self, identity, shard=None):
         if identity.key == key:
             raise ChunkUnavailable(key, UnavailableReason.MISSING, "injected")
         return real(self, identity, shard)
 
-    monkeypatch.setattr(ChunkStore, "get", get)
+    monkeypatch.setattr(ChunkStore, "fetch", fetch)
 
 
 @pytest.mark.parametrize("head_length", [0, 36, 33, 64])
