@@ -161,6 +161,8 @@ class BlendPlan:
         A chunk that stands where it was encoded, behind the very tokens that it was encoded behind, has full prefill's
         own KV already: its rows are recomputed only if all are, or where they are named one by one.
         """
+        if self.selector is not None and self.selector.recomputes_nothing:
+            return ()
         if self.selector is None or not self.selector.spares_exact_rows or not self.stored_by_us:
             return self.reused
         return tuple(span for span in self.reused if not self._is_exact(span))

@@ -44,11 +44,6 @@ def layer_groups(layers: int) -> tuple[LayerGroup, ...]:
     return tuple(groups)
 
 
-def whole_group(layers: int) -> tuple[LayerGroup, ...]:
-    """All layers as one group, where they are on the GPU already and travel nowhere."""
-    return (LayerGroup(0, layers, 0, -1),)
-
-
 def group_sizes(layers: int) -> list[int]:
     """Layers of each group.
 

@@ -16,7 +16,7 @@ from cacheblend.kernels.stored_rows import StoredSpan, StoredSpans
 from cacheblend.plan import Span
 from cacheblend.relocation import rotate_keys
 from cacheblend.vllm_backend.forward import LayersForward
-from cacheblend.vllm_backend.layer_groups import layer_groups, ring_layers, whole_group
+from cacheblend.vllm_backend.layer_groups import layer_groups, ring_layers
 from cacheblend.vllm_backend.pages import LayerPages
 from cacheblend.vllm_backend.rotary import RotaryTables
 from cacheblend.vllm_backend.rows import PromptPages
@@ -101,9 +101,10 @@ def place_layers(spans: Sequence[PlacedSpan], forward: LayersForward) -> LayerPl
         spans: what to write; none empty.
         forward: knows the pages, the model's rotations and the device.
     """
-    if spans and forward.device.type == "cuda" and forward.pages[0].views is not None:
-        return StagedPlacement(spans, forward.layers_pages, forward.rotary, forward.device)
-    return PlainPlacement(spans, forward.pages, forward.rotary, forward.device)
+    if not spans or forward.device.type != "cuda" or forward.pages[0].views is None:
+        return PlainPlacement(spans, forward.pages, forward.rotary, forward.device)
+    given = (spans, forward.layers_pages, forward.rotary, forward.device)
+    return PoolPlacement(*given) if all(span.chunk.kv.is_cuda for span in spans) else StagedPlacement(*given)
 
 
 class PlainPlacement:
@@ -141,12 +142,47 @@ class PlainPlacement:
         self._pages[layer].write(self._slots, rotate_keys(keys, *self._rotation), values)
 
 
+class PoolPlacement:
+    """Places chunks that are all on the device with one kernel, at once: while the host prepares what is computed.
+
+    Where the pages are strided views.
+    """
+
+    def __init__(
+        self, spans: Sequence[PlacedSpan], pages: LayersPages, rotary: RotaryTables, device: torch.device
+    ) -> None:
+        self._placing = placing = placement_streams(device).placing
+        # The pages are free when earlier work on them is done.
+        placing.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(placing):
+            places = PlacePass(pages.keys, stored_spans(spans, (), pages.keys), pages, rotary.all)
+            places.place(0, 0, len(pages.layer_offsets))
+        self._is_waited_for = False
+
+    def is_due(self, layer: int) -> bool:
+        """See `LayerPlacement.is_due`."""
+        return not self._is_waited_for
+
+    def ensure(self, layer: int) -> None:
+        """See `LayerPlacement.ensure`."""
+        if not self._is_waited_for:
+            self.end()
+            self._is_waited_for = True
+
+    def start_all(self) -> None:
+        """See `LayerPlacement.start_all`: all is started."""
+
+    def end(self) -> None:
+        """See `LayerPlacement.end`."""
+        torch.cuda.current_stream(self._placing.device).wait_stream(self._placing)
+
+
 class StagedPlacement:
     """Places a few layers with one kernel, from the device's memory, on a stream beside the one that computes.
 
     Where the pages are strided views. Chunks on the host are copied on another stream into a ring of layers, and leave
     it as soon as they are placed, however far the computation is. Chunks that are on the device already are read where
-    they are; where all are, they are placed at once, while the host prepares what is computed.
+    they are.
     """
 
     def __init__(
@@ -159,10 +195,8 @@ class StagedPlacement:
         self._streams = streams = placement_streams(device)
         layers = len(pages.layer_offsets)
         staged = [span.chunk.kv for span in spans if not span.chunk.kv.is_cuda]
-        self._groups = layer_groups(layers) if staged else whole_group(layers)
-        self._next = self._started = 0
-        self._copied = 0 if staged else len(self._groups)
-        self._has_copies = bool(staged)
+        self._groups = layer_groups(layers)
+        self._next = self._started = self._copied = 0
         room = ring_layers(layers)
         sizes = [room * kv[0].numel() for kv in staged]
         offsets = list(accumulate(sizes, initial=0))
@@ -182,8 +216,6 @@ class StagedPlacement:
         with torch.cuda.stream(streams.placing):
             self._pass = PlacePass(self._buffer, stored_spans(spans, offsets, self._buffer), pages, rotary.all)
         self._copy_until(next((i for i, group in enumerate(self._groups) if group.after >= 0), len(self._groups)))
-        if not staged:
-            self.start_all()
 
     def is_due(self, layer: int) -> bool:
         """See `LayerPlacement.is_due`."""
@@ -215,8 +247,7 @@ class StagedPlacement:
 
     def _place(self, index: int) -> None:
         group = self._groups[index]
-        if self._has_copies:
-            self._arrived[index].wait()
+        self._arrived[index].wait()
         self._pass.place(group.turn, group.first, group.layers)
         self._placed[index].record()
 
@@ -241,7 +272,7 @@ def stored_spans(spans: Sequence[PlacedSpan], offsets: Sequence[int], buffer: to
     Args:
         spans: what is written.
         offsets: elements from the start of `buffer` to the ring of each chunk on the host, in order.
-        buffer: of the rings, on the device.
+        buffer: of the rings, on the device; any tensor of the chunks' dtype there if no chunk is on the host.
     """
     starts = iter(offsets)
     prompts = list({id(span.prompt): span.prompt for span in spans}.values())

@@ -20,6 +20,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "query 15 %": {"selector": "query", "ratio": 0.15, **_BARE},
     "query 15 %, drift": {"selector": "query", "ratio": 0.15, "carry_drift": True},
     "chunk_head+query 15 %": {"selector": "chunk_head+query", "ratio": 0.15, **_BARE},
+    # 15 % of nine chunks' rows: the first one, behind the system prompt, is exact and spared.
+    "chunk_head 108": {"selector": "chunk_head", "head_tokens": 108, **_BARE},
 }
 """Options of the requests by arm."""
 

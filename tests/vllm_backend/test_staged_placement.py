@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from cacheblend.vllm_backend import placement as module
 from cacheblend.vllm_backend.layer_groups import layer_groups, ring_layers
-from cacheblend.vllm_backend.placement import PlacementStreams, StagedPlacement
+from cacheblend.vllm_backend.placement import PlacementStreams, PoolPlacement, StagedPlacement
 
 
 class Device:
@@ -116,10 +116,12 @@ class Chunks:
         # Earlier work of the model still reads the pages.
         self.pages_are_free = False
         device.main.ask(self.free_pages)
-        pages: Any = SimpleNamespace(layer_offsets=range(layers), keys=SimpleNamespace(dtype=None))
+        keys = SimpleNamespace(dtype=None, device=None)
+        pages: Any = SimpleNamespace(layer_offsets=range(layers), keys=keys)
         rotary: Any = SimpleNamespace(all=None)
         given: Any = spans
-        self.placement = StagedPlacement(given, pages, rotary, torch.device("cuda"))
+        kind = StagedPlacement if on_host else PoolPlacement
+        self.placement = kind(given, pages, rotary, torch.device("cuda"))
 
     def free_pages(self) -> None:
         self.pages_are_free = True
