@@ -34,7 +34,8 @@ class ProcessPredictor:
     """Implements `cacheblend.protocols.SpeculativePredictor` by another process's advice.
 
     `observe` and `advice` never block, whatever that process does: events go to a bounded queue, whose oldest are
-    dropped when it is full, and a thread writes them on, reads advice and watches over the process. One that ends or
+    dropped when it is full, and a thread writes them on when advice is asked for, or a quarter of a second later; it
+    also reads advice and watches over the process. One that ends or
     gives no sign of life is killed and started anew, after a growing pause and so many times a minute at most, and
     told of the questions that are still queued. Both are for one thread; token ids of chunks stay in this process.
 
@@ -105,7 +106,6 @@ class ProcessPredictor:
         self._note_queued(event)
         self._dropped += len(self._waiting) == self._waiting.maxlen
         self._waiting.append(event)
-        self._watch.wake()
 
     def advice(self, limit: int) -> list[Advice]:
         """What is new or has changed since it was handed out, most confident first; O(1) when nothing is.
@@ -113,6 +113,9 @@ class ProcessPredictor:
         A piece that still holds is handed out again after a second, because what could not be followed then may be
         now. Confidence 0 takes a piece back. Pieces said more than `stale_s` ago are dropped instead.
         """
+        if self._waiting:
+            # Not as soon as there is an event: the thread would take the interpreter from a request on its way in.
+            self._watch.wake()
         if self._arrived:
             self._merge()
         now = time.monotonic()
