@@ -32,7 +32,7 @@ def chosen(selector, candidates, share=None):
 
 
 def test_candidates_are_every_reusable_row_with_its_place_in_its_chunk():
-    plan = plan_of([identity_of(1, 3), identity_of(2, 2)], system=(5, 6))
+    plan = plan_of([identity_of(1, 3), identity_of(2, 2)], make_selector("query"), system=(5, 6))
     rows = Candidates.of_plan(plan)
     assert rows.positions.tolist() == [2, 3, 4, 5, 6]
     assert rows.offsets.tolist() == [0, 1, 2, 0, 1]
@@ -47,11 +47,17 @@ def test_candidates_of_a_plan_without_reuse_are_empty():
     assert rows.positions.dtype is torch.int64
 
 
+def test_a_selector_that_recomputes_nothing_has_no_candidates():
+    rows = Candidates.of_plan(plan_of([identity_of(1, 3)], make_selector("none")))
+    assert rows.positions.tolist() == []
+    assert rows.total == 3
+
+
 SYSTEM = (5, 6)
 EXACT, MOVED = identity_of(1, 3, prefix=SYSTEM), identity_of(2, 2, prefix=SYSTEM)
 
 
-@pytest.mark.parametrize("name", [name for name in SELECTOR_NAMES if name != "full"])
+@pytest.mark.parametrize("name", [name for name in SELECTOR_NAMES if name not in ("full", "none")])
 def test_a_chunk_behind_the_very_tokens_it_was_encoded_behind_is_no_candidate(name):
     rows = Candidates.of_plan(plan_of([EXACT, MOVED, EXACT], make_selector(name), system=SYSTEM))
     assert rows.positions.tolist() == [5, 6, 7, 8, 9], "the same chunk further on is one"
