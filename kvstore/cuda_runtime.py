@@ -58,7 +58,7 @@ def copies_to_device() -> CopyToDevice | None:
     """How to ask CUDA itself for copies; None, which is said, where the runtime cannot be reached.
 
     Several at once where the runtime knows that (`BATCHES_FROM`): between copies that are asked for one by one the link
-    of an H200 stands still for 2 us, and the host takes twice as long.
+    of an H200 stands still for 2 us.
     """
     try:
         runtime = _loaded_runtime(ctypes.PyDLL)
