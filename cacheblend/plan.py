@@ -159,7 +159,8 @@ class BlendPlan:
         """The reused spans whose rows the selector may choose.
 
         A chunk that stands where it was encoded, behind the very tokens that it was encoded behind, has full prefill's
-        own KV already: its rows are recomputed only if all are, or where they are named one by one.
+        own KV already: its rows are recomputed only if all are, or where they are named one by one. There are
+        none where the selector recomputes nothing, so that nobody lists all rows in vain.
         """
         if self.selector is not None and self.selector.recomputes_nothing:
             return ()

@@ -68,9 +68,9 @@ class CudaLane:
                 destination.copy_(source, non_blocking=True)
             return
         to, origin = destination.data_ptr(), source.data_ptr()
-        for turn in self._turns.of([source.nbytes]):
-            for part in turn:
-                ask([to + part.first], [origin + part.first], [part.nbytes], self.stream.cuda_stream)
+        # Two parts of one copy are never of one turn.
+        for (part,) in self._turns.of([source.nbytes]):
+            ask([to + part.first], [origin + part.first], [part.nbytes], self.stream.cuda_stream)
 
     def follow_caller(self) -> None:
         """See `CopyLane.follow_caller`: behind the caller's current stream."""

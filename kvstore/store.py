@@ -191,7 +191,7 @@ class ChunkStore:
         return LoadReport(nbytes, time.perf_counter() - started, tier)
 
     def get(self, identity: ChunkIdentity, shard: ShardLayout | None = None) -> ChunkKV:
-        """`fetch`, for those who do not ask where it came from."""
+        """The chunk's KV alone; for all else, what is raised too, see `fetch`."""
         return self.fetch(identity, shard)[0]
 
     def fetch(self, identity: ChunkIdentity, shard: ShardLayout | None = None) -> tuple[ChunkKV, Tier]:
@@ -210,7 +210,7 @@ class ChunkStore:
         return self._cold.read(identity, shard) if hot is None else hot
 
     def held(self, identity: ChunkIdentity, tier: Tier) -> ChunkKV | None:
-        """The chunk as this memory tier holds it, None if it does not; asks no other tier. See `get`.
+        """The chunk as this memory tier holds it, None if it does not; asks no other tier. See `fetch`.
 
         Raises:
             ChunkUnavailable: the tier holds other token ids under its key.

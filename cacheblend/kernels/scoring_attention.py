@@ -170,7 +170,7 @@ def _tally_config(attend: TileConfig) -> TileConfig:
 
 def _parts(programs: int, blocks: int, resident: int, most: int) -> int:
     """The number of parts, up to `most`, with the least time in blocks of keys one after another on one processor."""
-
+    # All at once: the device waits for this.
     parts = np.arange(1, min(most, MOST_PARTS) + 1)
     took = -(-programs * parts // resident) * (-(-blocks // parts) + PART_OVERHEAD_BLOCKS)
     return int(took.argmin()) + 1

@@ -80,8 +80,9 @@ class StoredSpans:
 
 @dataclass(frozen=True, eq=False)
 class StoredRows:
-    """The rows of some spans. Every attribute is [rows] int64, for what it says see `StoredSpan`; `slots` are block *
-    block_size + offset.
+    """The rows of some spans. Every attribute is [rows] int64; for what it says see `StoredSpan`.
+
+    `slots` are where they go: block * block_size + offset.
     """
 
     first: torch.Tensor

@@ -34,8 +34,8 @@ class ProcessPredictor:
     """Implements `cacheblend.protocols.SpeculativePredictor` by another process's advice.
 
     `observe` and `advice` never block, whatever that process does: events go to a bounded queue, whose oldest are
-    dropped when it is full, and a thread writes them on when advice is asked for, or a quarter of a second later; it
-    also reads advice and watches over the process. One that ends or
+    dropped when it is full, and a thread writes them on when advice is asked for, a quarter of a second later at the
+    latest, reads advice and watches over the process. One that ends or
     gives no sign of life is killed and started anew, after a growing pause and so many times a minute at most, and
     told of the questions that are still queued. Both are for one thread; token ids of chunks stay in this process.
 

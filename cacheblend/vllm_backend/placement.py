@@ -181,8 +181,8 @@ class StagedPlacement:
     """Places a few layers with one kernel, from the device's memory, on a stream beside the one that computes.
 
     Where the pages are strided views. Chunks on the host are copied on another stream into a ring of layers, and leave
-    it as soon as they are placed, however far the computation is. Chunks that are on the device already are read where
-    they are.
+    it as soon as they are placed, however far the computation is. One chunk at least is on the host; those that are on
+    the device already are read where they are.
     """
 
     def __init__(

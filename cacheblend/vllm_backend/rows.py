@@ -40,7 +40,7 @@ class PromptPages:
 
     @cached_property
     def token_ids(self) -> torch.Tensor:
-        """[n] int64 on the CPU; made when it is first wanted, which is while the first chunks are being copied."""
+        """[n] int64 on the CPU; made when it is first wanted, or by `make_tables`."""
         return _tensor_of(self.ids)
 
     def make_tables(self) -> None:

@@ -60,6 +60,10 @@ def test_no_rows_at_all_can_be_given():
     assert selection_of(GivenRowsSelector.everywhere(())).positions.tolist() == [0, 1]
 
 
+def test_layers_that_the_model_has_not_are_none_to_drop_rows_at():
+    assert selection_of(GivenRowsSelector(((0, REUSED), (1, (3, 4)), (LAYERS, (3,))))).drop_layers == (1,)
+
+
 def test_given_layers_narrow_the_rows_at_exactly_their_layers():
     selection = selection_of(GivenRowsSelector(((0, REUSED), (1, (3, 4, 8)), (3, (8,)))))
     assert [selection.drops_at(layer) for layer in range(LAYERS)] == [False, True, False, True]

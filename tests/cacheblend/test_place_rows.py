@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -126,6 +127,50 @@ def compare_with_twin() -> None:
             twin.place_all()
             assert twin.cache.abs().max() > 0
             assert (case.cache - twin.cache).abs().max() < 1e-6
+    place_from_the_pool(PlaceLaunches)
+
+
+def place_from_the_pool(launches: Any) -> None:
+    """Whole chunks in memory of their own, counted from the pages: rows of all lengths beside a tile's."""
+    g = torch.Generator().manual_seed(9)
+    lengths, bases, starts, blocks = (16, 33, 15, 1), (0, 5, 60, 2), (3, 20, 60, 80), 24
+    cache = torch.zeros(LAYERS, blocks, 2, BLOCK, HEADS, DIM)
+    pages = LayersPages(cache[0][:, 0], cache[0][:, 1], torch.arange(LAYERS) * cache[0].numel())
+    angle = torch.arange(100)[:, None] * torch.rand(DIM // 2, generator=g)
+    rotations = Rotations(angle.cos(), angle.sin(), 1.0)
+    chunks = [torch.randn(LAYERS, 2, length, HEADS, DIM, generator=g) for length in lengths]
+    row = HEADS * DIM
+    spans = [
+        StoredSpan(
+            first=(chunk.data_ptr() - cache.data_ptr()) // 4,
+            turn_step=0,
+            model_step=2 * length * row,
+            layer_step=2 * length * row,
+            kind_step=length * row,
+            row_step=row,
+            old=base,
+            new=start,
+            rows=length,
+            blocks=0,
+        )
+        for chunk, length, base, start in zip(chunks, lengths, bases, starts, strict=True)
+    ]
+    table = torch.randperm(blocks, generator=g)
+    told = StoredSpans.on(torch.device("cpu"), spans, table.numpy())
+    launches(pages.keys, told, pages, rotations).place(0, 0, LAYERS)
+    filled = torch.zeros(blocks * BLOCK, dtype=torch.bool)
+    for chunk, length, base, start in zip(chunks, lengths, bases, starts, strict=True):
+        old, new = torch.arange(base, base + length), torch.arange(start, start + length)
+        slots = table[new // BLOCK] * BLOCK + new % BLOCK
+        filled[slots] = True
+        rotation = rotation_between(
+            lambda at: (rotations.cos[at].repeat(1, 2), rotations.sin[at].repeat(1, 2)), old, new, 1.0
+        )
+        for layer in range(LAYERS):
+            keys, values = (cache[layer][:, kind].reshape(-1, HEADS, DIM)[slots] for kind in (0, 1))
+            assert torch.allclose(keys, rotate_keys(chunk[layer, 0], *rotation), atol=1e-5)
+            assert torch.equal(values, chunk[layer, 1])
+    assert cache.transpose(2, 3).reshape(LAYERS, blocks * BLOCK, -1)[:, ~filled].abs().max() == 0
 
 
 def test_the_kernel_equals_its_twin():

@@ -78,6 +78,17 @@ def test_advice_comes_back_with_the_chunks_that_events_named_most_confident_firs
     assert predictor.advice_age_s < PATIENCE_S
 
 
+def test_the_thread_is_woken_by_a_look_at_the_advice_and_not_by_what_is_observed(make, monkeypatch):
+    predictor, woken = make(), []
+    # The thread leaves what is observed where it is.
+    monkeypatch.setattr(predictor._watch, "_take", list)
+    monkeypatch.setattr(predictor._watch, "wake", lambda: woken.append(len(predictor._waiting)))
+    predictor.observe(QuestionQueued("q", (A, B)))
+    assert woken == []
+    predictor.advice(4)
+    assert woken == [1]
+
+
 def test_the_limit_is_kept_and_what_it_left_out_comes_next(make):
     predictor = make()
     predictor.observe(QuestionQueued("1", (A, B, C), "s"))

@@ -53,6 +53,14 @@ def test_a_selector_that_recomputes_nothing_has_no_candidates():
     assert rows.total == 3
 
 
+def test_a_selector_that_recomputes_nothing_computes_the_fresh_rows_alone():
+    plan = plan_of([identity_of(1, 3)], make_selector("none"), system=(5, 6))
+    selection = RowSelection(plan, 4, torch.device("cpu"), torch.arange(2))
+    selection.count_layers(4)
+    assert (selection.rows, selection.ratio, selection.positions.tolist()) == ((), 0.0, [0, 1])
+    assert selection.layer_rows == ((0, ()),)
+
+
 SYSTEM = (5, 6)
 EXACT, MOVED = identity_of(1, 3, prefix=SYSTEM), identity_of(2, 2, prefix=SYSTEM)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -31,7 +33,10 @@ class Batch(Copy):
     """Stands for `cudaMemcpyBatchAsync`."""
 
     def __call__(self, *told: Any) -> int:
-        to, origins, sizes, count, _, of_first, sets, stream = told
+        to, origins, sizes, count, attributes, of_first, sets, stream = told
+        # `cudaMemcpyAttributes` of CUDA 13: in the stream's order, no hint of where both ends lie, no flags.
+        told_of_all = ctypes.string_at(ctypes.addressof(attributes._obj), ctypes.sizeof(attributes._obj))
+        assert struct.unpack("<iiiiiI", told_of_all) == (1, 0, 0, 0, 0, 0)
         assert (list(of_first), sets.value) == ([0], 1)
         assert len(to) == len(origins) == len(sizes) == count.value
         self.told += [(*copy, stream.value) for copy in zip(to, origins, sizes, strict=True)]

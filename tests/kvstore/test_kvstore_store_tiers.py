@@ -97,6 +97,7 @@ def test_a_chunk_is_served_from_the_fastest_tier_that_has_it(store):
     for tier in Tier:
         assert store.lookup(IDENTITY) is tier
         assert same(store.get(IDENTITY), sample(1))
+        assert store.fetch(IDENTITY)[1] is tier
         assert store.evict(KEY, tier) > 0
         assert store.evict(KEY, tier) == 0
     assert store.lookup(IDENTITY) is None

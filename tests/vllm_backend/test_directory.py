@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cacheblend.vllm_backend.directory import ChunkDirectory
 from kvstore.errors import UnavailableReason
 from kvstore.events import Evicted, NotStored, Published, Quarantined
+from kvstore.key import ChunkIdentity
 from kvstore.tiers import Tier
 
 HEAD = (5, 6)
@@ -49,6 +50,17 @@ def test_without_a_folder_there_is_what_the_workers_tell():
     directory.lose(identity_of(1).key)
     assert find(directory) == (None, UnavailableReason.MISSING)
     directory.close()
+
+
+def test_chunks_whose_ids_have_one_hash_are_told_apart_whichever_was_asked_for_last():
+    # Python hashes integers modulo this number.
+    one, other = (0, 7), (2**61 - 1, 7)
+    assert hash((MODEL, HEAD, one)) == hash((MODEL, HEAD, other))
+    identities = {ids: ChunkIdentity(MODEL, HEAD, ids) for ids in (one, other)}
+    directory = ChunkDirectory(None, ranks=1)
+    directory.follow([(0, published(identity)) for identity in identities.values()])
+    for ids in (one, other, other, one):
+        assert directory.find(MODEL, ids, [HEAD]) == (identities[ids], None)
 
 
 def test_a_chunk_is_there_once_every_rank_has_told():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend.vllm_backend.rows import NO_SLOT, PromptPages, PromptRows, RowBatch, slices
+from cacheblend.vllm_backend.rows import FEW_IDS, NO_SLOT, PromptPages, PromptRows, RowBatch, slices
 
 CPU = torch.device("cpu")
 
@@ -150,6 +152,13 @@ def test_block_tables_are_padded_with_the_block_that_is_never_used():
     tables = RowBatch(parts, CPU).block_tables_cpu
     assert tables.dtype is torch.int32
     assert tables.tolist() == [[7, 0, 0], [3, 9, 4]]
+
+
+@pytest.mark.parametrize("count", [0, 1, FEW_IDS, FEW_IDS + 1])
+def test_ids_are_those_of_the_places_whether_few_or_many(count):
+    pages = PromptPages.of(range(7, 7 + 2 * FEW_IDS), range(1, 129), 4)
+    places = np.arange(count) * 2 % (2 * FEW_IDS)
+    assert list(pages.ids_at(places)) == [7 + place for place in places.tolist()]
 
 
 def test_pages_have_room_for_whole_blocks():

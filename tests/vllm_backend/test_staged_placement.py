@@ -211,10 +211,12 @@ def test_no_layer_is_computed_before_it_is_placed_and_no_room_is_filled_before_i
         assert set(chunks.pages) >= set(range(layers))
 
 
-@pytest.mark.parametrize("ensured", [0, 1, 9])
-def test_a_blend_that_ends_early_leaves_nothing_on_its_way_into_pages_for_later_work(ensured, monkeypatch):
-    chunks = Chunks(32, True, False, monkeypatch)
-    chunks.placement.ensure(ensured)
+@pytest.mark.parametrize("tiers", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("ensured", [None, 0, 1, 9])
+def test_a_blend_that_ends_early_leaves_nothing_on_its_way_into_pages_for_later_work(ensured, tiers, monkeypatch):
+    chunks = Chunks(32, *tiers, monkeypatch)
+    if ensured is not None:
+        chunks.placement.ensure(ensured)
     chunks.placement.end()
     ended: list[set[int]] = []
     chunks.device.main.ask(lambda: ended.append(set(chunks.pages)))
@@ -256,6 +258,19 @@ def test_the_table_of_spans_is_made_while_the_first_copies_are_under_way(monkeyp
     chunks = Chunks(32, True, False, monkeypatch)
     chunks.device.run(lambda ready: 0, order=("placing", "main", "copying"))
     assert chunks.copies_asked_before_spans == module.COPIED_BEFORE_SPANS
+
+
+@pytest.mark.parametrize("in_pool", [(False, False), (True, False), (True, True)])
+def test_chunks_are_placed_as_where_they_are_asks_for(in_pool, monkeypatch):
+    for name in ("PoolPlacement", "StagedPlacement", "PlainPlacement"):
+        monkeypatch.setattr(module, name, lambda *given, name=name: (name, len(given[0])))
+    spans: Any = [SimpleNamespace(chunk=SimpleNamespace(kv=Kv(range(1), is_cuda))) for is_cuda in in_pool]
+    views, packed = [SimpleNamespace(views=())], [SimpleNamespace(views=None)]
+    forward: Any = SimpleNamespace(device=torch.device("cuda"), pages=views, layers_pages=None, rotary=None)
+    expected = "PoolPlacement" if in_pool == (True, True) else "StagedPlacement"
+    assert module.place_layers(spans, forward) == (expected, 2)
+    forward.pages = packed
+    assert module.place_layers(spans, forward) == ("PlainPlacement", 2)
 
 
 def test_chunks_of_the_pool_alone_are_placed_at_once_and_before_any_layer_is_wanted(monkeypatch):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +36,37 @@ def placed(chunks: list[tuple[int, int, int]], first_block: int = 1) -> list[Pla
         spans.append(PlacedSpan(pages, span, start + min(there, tokens - 1), chunk))
         start += tokens
     return spans
+
+
+class InPool:
+    """KV that stands for a chunk's in the GPU pool, in memory of its own."""
+
+    is_cuda = True
+
+    def __init__(self, kv: torch.Tensor) -> None:
+        self.shape, self.data_ptr = kv.shape, kv.data_ptr
+        self.kv = kv
+
+
+@given(CHUNKS)
+def test_a_row_of_the_pool_is_found_where_it_is_from_any_other_tensor(chunks):
+    spans = [
+        replace(span, chunk=SimpleNamespace(identity=span.chunk.identity, kv=InPool(span.chunk.kv)))
+        for span in placed(chunks)
+    ]
+    buffer = torch.empty(3)
+    rows, at = rows_of(stored_spans(spans, (), buffer), BLOCK), 0
+    for span in spans:
+        kv = span.chunk.kv
+        for within in range(span.rows.start, span.rows.stop):
+            address = buffer.data_ptr() + 4 * int(rows.first[at])
+            assert address == kv.kv[0, 0, within].data_ptr()
+            assert address + 4 * int(rows.model_step[at]) == kv.kv[1, 0, within].data_ptr()
+            assert rows.layer_step[at] == rows.model_step[at]
+            assert address + 4 * int(rows.kind_step[at]) == kv.kv[0, 1, within].data_ptr()
+            assert rows.turn_step[at] == 0
+            at += 1
+    assert at == len(rows.first)
 
 
 @given(CHUNKS, CHUNKS)
