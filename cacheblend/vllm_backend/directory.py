@@ -71,6 +71,10 @@ class ChunkDirectory:
             return None, UnavailableReason.MISSING
         return self._in_folder.find(fingerprint, token_ids, prefixes)
 
+    def identity(self, fingerprint: str, prefix: tuple[int, ...], token_ids: tuple[int, ...]) -> ChunkIdentity:
+        """The chunk of these ids, whether there is one or not: the object that `find` gives as well."""
+        return self._identities.of(fingerprint, prefix, token_ids)
+
     def look_again(self) -> None:
         """See what other processes have put into the folder by now."""
         if self._folder is not None:

@@ -198,11 +198,10 @@ class StagedPlacement:
         self._groups = layer_groups(layers)
         self._next = self._started = self._copied = 0
         room = ring_layers(layers)
-        sizes = [room * kv[0].numel() for kv in staged]
+        sizes = [room * (kv.numel() // layers) for kv in staged]
         offsets = list(accumulate(sizes, initial=0))
-        # Room in the ring is free when earlier blends are placed, but pages only when earlier work on them is done.
+        # Room in the ring is free when earlier blends are placed.
         streams.copying.wait_stream(streams.placing)
-        streams.placing.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(streams.placing):
             self._buffer = torch.empty(offsets[-1], dtype=pages.keys.dtype, device=device)
         # A blend that fails lets go of it while copies may still be under way.
@@ -213,6 +212,8 @@ class StagedPlacement:
         self._arrived = [torch.cuda.Event() for _ in self._groups]
         self._placed = [torch.cuda.Event() for _ in self._groups]
         self._copy_until(COPIED_BEFORE_SPANS)
+        # Pages are free only when earlier work on them is done.
+        streams.placing.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(streams.placing):
             self._pass = PlacePass(self._buffer, stored_spans(spans, offsets, self._buffer), pages, rotary.all)
         self._copy_until(next((i for i, group in enumerate(self._groups) if group.after >= 0), len(self._groups)))

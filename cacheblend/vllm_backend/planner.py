@@ -51,7 +51,8 @@ class Planner:
     def chunk(self, token_ids: Sequence[int], params: CollectParams) -> ChunkIdentity:
         """The chunk that a request collects."""
         fingerprint = fingerprint_in(self.fingerprint, params.namespace)
-        return ChunkIdentity(fingerprint, tuple(token_ids[: params.collect]), tuple(token_ids[params.collect :]))
+        prefix, chunk = tuple(token_ids[: params.collect]), tuple(token_ids[params.collect :])
+        return self._directory.identity(fingerprint, prefix, chunk)
 
     def plan(self, token_ids: Sequence[int], params: BlendParams) -> BlendPlan:
         """The prompt up to its question; chunks that cannot be had are fresh, with the reason.
@@ -115,7 +116,10 @@ class Planner:
         if reason is UnavailableReason.OTHER_MODEL and fingerprint != self.fingerprint:
             # A namespace is part of the fingerprint: the model is the same, the chunk is not in it.
             reason = UnavailableReason.MISSING
-        return Segment(SegmentRole.CHUNK, ids, identity, reason.value if reason is not None else None)
+        if identity is None:
+            return Segment(SegmentRole.CHUNK, ids, reason=None if reason is None else reason.value)
+        # Its own ids: the same object is compared sooner than an equal one.
+        return Segment(SegmentRole.CHUNK, identity.token_ids, identity)
 
     def _selector(self, params: BlendParams) -> Selector:
         if params.rows is not None:

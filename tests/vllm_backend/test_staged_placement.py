@@ -166,11 +166,8 @@ class Kv:
         self.is_cuda = is_cuda
         self.shape = (len(layers), 1)
 
-    def __getitem__(self, _: int) -> Kv:
-        return self
-
     def numel(self) -> int:
-        return 1
+        return len(self.layers)
 
 
 class Buffer:
