@@ -39,12 +39,13 @@ class HotTiers:
         """The chunk from the first of these tiers that holds it, and which one that is; see `ChunkStore.fetch`."""
         for tier in tiers:
             chunk = self._memory[tier].get(identity.key) if tier in self._memory else None
+            if chunk is None:
+                continue
             # The same object needs no look at hundreds of ids.
-            if chunk is not None and chunk.identity is not identity and chunk.identity != identity:
+            if chunk.identity is not identity and chunk.identity != identity:
                 detail = f"tier {tier} holds other token ids"
                 raise ChunkUnavailable(identity.key, UnavailableReason.TOKENS_DIFFER, detail)
-            if chunk is not None:
-                return chunk, tier
+            return chunk, tier
         return None
 
     def put_on_host(self, chunk: ChunkKV) -> UnavailableReason | None:
